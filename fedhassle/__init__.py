@@ -1,1 +1,44 @@
 """Federated semi-supervised learning where each site labels any share of its data."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedhassle.api import Result, run
+    from fedhassle.errors import UserError
+    from fedhassle.method import Batch, Client, Descent, Method, Model, Models, Phase, SGD, Stream, Update
+    from fedhassle.model import load
+
+_HOME = {
+    "api": ("Result", "run"),
+    "errors": ("UserError",),
+    "method": ("Batch", "Client", "Descent", "Method", "Model", "Models", "Phase", "SGD", "Stream", "Update"),
+    "model": ("load",),
+}
+
+__all__ = [
+    "SGD",
+    "Batch",
+    "Client",
+    "Descent",
+    "Method",
+    "Model",
+    "Models",
+    "Phase",
+    "Result",
+    "Stream",
+    "Update",
+    "UserError",
+    "load",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: the command line answers before PyTorch is loaded."""
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"fedhassle.{module}"), name)
+    raise AttributeError(f"module 'fedhassle' has no attribute {name!r}")

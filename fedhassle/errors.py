@@ -6,3 +6,9 @@ class UserError(ValueError):
 
     The command line prints the message alone and ends with exit code 2.
     """
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises `UserError(message)` unless the condition holds."""
+    if not holds:
+        raise UserError(message)

@@ -1,0 +1,5 @@
+"""`python -m fedhassle`."""
+
+from fedhassle.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""The same from Python: one function that trains, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedhassle.launch import carry_out, reopen, start
+from fedhassle.model import TrainedModel, load
+from fedhassle.requested import request
+from fedhassle.runs import Metrics, read_summary
+
+
+class Result(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+    summary: Metrics
+
+    @property
+    def accuracy(self) -> dict[str, dict[str, float]]:
+        """By prediction: the last accuracy, the best, and the mean of the last ten evaluations."""
+        scores: dict[str, dict[str, float]] = self.summary["accuracy"]
+        return scores
+
+    @property
+    def model(self) -> TrainedModel:
+        """The model that came out."""
+        return load(self.folder / "model.safetensors", allow_import=True)
+
+
+def run(
+    config: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    out: str | Path | None = None,
+) -> Result:
+    """Trains as `fedhassle run CONFIG KEY=VALUE …` does; keys of `settings` may be dotted.
+
+    A run that was cut goes on if `out` is its folder and nothing else is asked for.
+    """
+    folder = Path(out) if out is not None else None
+    begun = folder is not None and (folder / "config.toml").exists() and config is None and not settings
+    launched = reopen(folder) if begun and folder else start(request(config, settings or {}), folder)
+    for _ in carry_out(launched):
+        pass
+    return Result(launched.folder.path, read_summary(launched.folder.path))
+

@@ -1,0 +1,229 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedhassle.errors import UserError
+from fedhassle.requested import Requested, request
+
+if TYPE_CHECKING:
+    from fedhassle.launch import Run
+
+# PyTorch takes seconds to load: commands import what needs it when they run.
+
+app = typer.Typer(
+    help="Federated semi-supervised learning where each site labels any share of its data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+console = Console()
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A preset (quick, paper) or a TOML file; then settings."),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.command()
+def run(
+    words: Words = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder (else one under runs/).")] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+) -> None:
+    """Train: a preset or file, and settings over it, such as `method=fedavg rounds=50 split.alpha=0.5`."""
+    requested = asked(words, data_dir, device)
+    from fedhassle.launch import start
+
+    follow_to_the_end(start(requested, out))
+
+
+@app.command()
+def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that was cut.")]) -> None:
+    """Go on with a run after a crash, a kill or Ctrl-C."""
+    from fedhassle.launch import reopen
+    from fedhassle.runs import Folder
+
+    if Folder(folder).summary.exists() and Folder(folder).config.exists():
+        console.print(f"{folder} is finished: nothing to resume")
+        show_result(folder)
+        return
+    follow_to_the_end(reopen(folder))
+
+
+def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Requested:
+    """What the words and options of a command ask for."""
+    config, changes = None, list(words or [])
+    if changes and "=" not in changes[0]:
+        config, *changes = changes
+    if data_dir is not None:
+        changes.append(f"data.folder={json.dumps(str(data_dir))}")
+    if device is not None:
+        changes.append(f"device={json.dumps(device)}")
+    return request(config, changes)
+
+
+def follow_to_the_end(launched: Run) -> None:
+    """Shows a run while it trains, then its result."""
+    from fedhassle.launch import carry_out
+    from fedhassle.view import follow
+
+    settings, path = launched.settings, launched.folder.path
+    console.print(
+        f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
+        f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; files in {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        follow(carry_out(launched), settings.rounds, launched.method.headline, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: fedhassle resume {path}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    show_result(path)
+
+
+def show_result(path: Path) -> None:
+    """The table of a finished run, and where its files are."""
+    from fedhassle.runs import Folder, read_summary
+    from fedhassle.view import final_table
+
+    folder = Folder(path)
+    console.print(final_table(read_summary(path)))
+    for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
+        console.print(f"{what:8} {file}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def split(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path("split.png"),
+    save: Annotated[Path | None, typer.Option(help="Also save the split itself, for split.file=….")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Show who holds what: counts and effective classes per client, and the paper's dot picture."""
+    from fedhassle.config import build_dataset, build_split, resolve
+    from fedhassle.data.partition import table
+    from fedhassle.report.dots import draw_split
+
+    settings = resolve(asked(words, data_dir, None))
+    dataset = build_dataset(settings)
+    made = build_split(settings, dataset)
+    rows = table(made, dataset.y_train, dataset.classes)
+    draw_split(rows, picture, f"{dataset.name}, {settings.split.labels}, α = {settings.split.alpha:g}")
+    if save is not None:
+        made.save(save)
+    if as_json:
+        result = {"hash": made.hash, "notes": list(made.notes), "clients": [plain(asdict(row)) for row in rows]}
+        typer.echo(json.dumps(result, indent=1))
+        return
+    console.print(split_table(rows, made.hash))
+    for note in made.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and numbers of NumPy as JSON has them."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def split_table(rows: Sequence[Any], digest: str) -> Table:
+    """Counts and effective classes, a row for each client."""
+    shown = Table(title=f"split {digest[:12]}", title_justify="left")
+    for column in ("client", "kind"):
+        shown.add_column(column)
+    for column in ("labelled", "unlabelled", "classes", "of labelled", "of unlabelled"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        classes = (row.effective, row.effective_labelled, row.effective_unlabelled)
+        figures = [f"{value:.1f}" if value else "–" for value in classes]
+        shown.add_row(row.name, row.kind, f"{row.labelled:,}", f"{row.unlabelled:,}", *figures)
+    total = [sum(row.labelled for row in rows), sum(row.unlabelled for row in rows)]
+    shown.add_row("all", "", *(f"{n:,}" for n in total), "", "", "", style="bold")
+    return shown
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")],
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path("compare.png"),
+) -> None:
+    """Print runs side by side and draw their curves together."""
+    from fedhassle.report.curves import draw_curves
+    from fedhassle.runs import read_summary
+    from fedhassle.view import comparison_table
+
+    summaries = {str(folder): read_summary(folder) for folder in folders}
+    console.print(comparison_table(summaries))
+    draw_curves(summaries, picture)
+    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods, one line each."""
+    from fedhassle.methods import METHODS
+
+    for name, method in METHODS.items():
+        console.print(f"{name:10} {first_line(method.__doc__)}", highlight=False, soft_wrap=True)
+
+
+def first_line(text: str | None) -> str:
+    """The first line of a docstring."""
+    return (text or "").strip().partition("\n")[0]
+
+
+@data_app.command("list")
+def data_list(data_dir: DataDir = None) -> None:
+    """List the data sets, one line each, and whether they are here."""
+    from fedhassle.data.datasets import CATALOGUE, data_folder
+
+    folder = data_folder(data_dir)
+    for entry in CATALOGUE.values():
+        here = "shipped" if not entry.sources else "here" if (folder / f"{entry.name}.npz").exists() else "to download"
+        counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
+        console.print(f"{entry.name:12} {counts:38} {here:12} {entry.description}", highlight=False, soft_wrap=True)
+    console.print(f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path", soft_wrap=True)
+
+
+def main() -> None:
+    """Runs the command line: what a user can mend is a short message and exit code 2, never a traceback."""
+    sys.path.insert(0, "")  # methods and networks of one's own may lie in the working folder
+    sys.exit(guarded(app))
+
+
+def guarded(command: Callable[[], object]) -> int:
+    """The exit code of a command."""
+    try:
+        command()
+    except UserError as error:
+        typer.echo(f"fedhassle: {error}", err=True)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "Diverged":
+            raise
+        typer.echo(f"fedhassle: {error}", err=True)
+        return 1
+    return 0

@@ -1,0 +1,251 @@
+"""Settings: their names, types and defaults (the paper's), and what is built from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from fedhassle.data import datasets, partition
+from fedhassle.data.datasets import Dataset
+from fedhassle.data.partition import Split
+from fedhassle.errors import UserError
+from fedhassle.method import Method
+from fedhassle.methods import METHODS
+from fedhassle.names import find, nearest
+from fedhassle.nets import NETS, Net, check_image
+from fedhassle.requested import Requested, overlaid
+
+M = TypeVar("M", bound=BaseModel)
+
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataSettings(BaseModel):
+    """Which images, and how training sees them; what is not set comes with the data set."""
+
+    model_config = STRICT
+    name: str = "fmnist-mini"  # a name of `fedhassle data list`, or the path of an .npz
+    folder: str | None = None  # where named data sets lie
+    holdout: float = Field(0.0, ge=0, lt=1)  # this share of the training images stands in for the test images
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    flip: bool | None = None
+    crop: int | None = Field(None, ge=0)
+
+
+class SplitSettings(BaseModel):
+    """Who holds which images, and which of them are labelled."""
+
+    model_config = STRICT
+    kind: Literal["balanced", "dirichlet", "iid"] = "balanced"
+    annotation: Literal["independent", "own"] = "independent"
+    alpha: float = 0.1
+    clients: int = 20
+    labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
+    size: int | None = None  # samples per client
+    ratio: float | None = None  # |D_U| / |D_L|
+    seed: int | None = Field(None, ge=0)  # else the run's
+    file: str | None = None  # a saved split, in place of all the above
+
+
+class MethodSettings(BaseModel):
+    """The method's name; its settings are the fields of its class."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "hassle"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but the name."""
+        return dict(self.model_extra or {})
+
+
+class Settings(BaseModel):
+    """A run, whole: equal settings and seed give equal results on one machine."""
+
+    model_config = STRICT
+    data: DataSettings = DataSettings()
+    net: str | None = None  # a name, or the import path of an nn.Module class; else the data set's
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(200, ge=1)  # T
+    clients_per_round: int = Field(8, ge=1)  # C
+    evaluate_every: int = Field(2, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0)  # of the CPU; 0: chosen here
+    split: SplitSettings = SplitSettings()
+    method: MethodSettings = MethodSettings()
+
+    def as_toml(self) -> dict[str, Any]:
+        """What is set, as a file of settings has it."""
+        return self.model_dump(exclude_none=True)
+
+
+def resolve(requested: Requested) -> Settings:
+    """Valid settings, with every default and every choice of this machine filled in."""
+    merged: dict[str, Any] = {}
+    for layer in requested.layers:
+        merged = overlaid(merged, layer)
+    settings = validated(Settings, merged, "")
+    fields = method_fields(method_class(settings.method.name))
+    chosen = {k: v for k, v in settings.method.settings.items() if k in fields or not outgrown(requested, k)}
+    model = create_model("MethodFields", __config__=STRICT, **fields)
+    values = validated(model, chosen, "method.").model_dump()
+    return settings.model_copy(
+        update={
+            "data": resolved_data(settings.data),
+            "device": resolved_device(settings.device),
+            "threads": settings.threads or default_threads(),
+            "method": MethodSettings(name=settings.method.name, **values),
+        }
+    )
+
+
+def outgrown(requested: Requested, key: str) -> bool:
+    """Whether only layers below the one that names the method set a key: `run quick method=fedavg`."""
+    naming = [i for i, layer in enumerate(requested.layers) if "name" in layer.get("method", {})]
+    setting = [i for i, layer in enumerate(requested.layers) if key in layer.get("method", {})]
+    return bool(naming) and max(setting) < max(naming)
+
+
+def validated(model: type[M], values: Mapping[str, Any], prefix: str) -> M:
+    """The values as a model; all that is wrong with them in one error."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(explain(model, e, prefix) for e in error.errors())) from error
+
+
+def explain(model: type[BaseModel], error: Any, prefix: str) -> str:
+    """One thing that is wrong with the settings, in a line."""
+    *tables, last = [str(part) for part in error["loc"]]
+    key = prefix + ".".join([*tables, last])
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+    for table in tables:
+        model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
+    known = list(model.model_fields)
+    hint = nearest(last, known) or f" (known are {', '.join(known)})"
+    return f"unknown setting {key!r}{hint}"
+
+
+def method_class(name: str) -> type[Method]:
+    """A method by name or import path."""
+    found = find(name, METHODS, "method")
+    if not (isinstance(found, type) and issubclass(found, Method) and dataclasses.is_dataclass(found)):
+        raise UserError(f"method {name!r} must be a dataclass that inherits fedhassle.Method")
+    return found
+
+
+def method_fields(method: type[Method]) -> dict[str, Any]:
+    """The settings of a method: each field's type and default."""
+    hints = typing.get_type_hints(method)
+    fields = [field for field in dataclasses.fields(method) if field.name != "net"]
+    return {f.name: (hints[f.name], ... if f.default is dataclasses.MISSING else f.default) for f in fields}
+
+
+def resolved_data(data: DataSettings) -> DataSettings:
+    """The data with paths that stay right in another working folder."""
+    name = str(Path(data.name).resolve()) if data.name.endswith(".npz") else data.name
+    folder = None if data.folder is None else str(Path(data.folder).resolve())
+    return data.model_copy(update={"name": name, "folder": folder})
+
+
+def resolved_device(device: str) -> str:
+    """`auto` as the device that this machine has."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: PyTorch finds no CUDA device here; use device=cpu or device=auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def default_threads() -> int:
+    """Half the cores that this process may use: threads that wait for a busy core cost up to tenfold."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // 2)
+
+
+def settings_hash(settings: Settings, dataset: Dataset) -> str:
+    """Equal for runs that differ in seed and machine alone."""
+    plain = settings.model_dump(mode="json", exclude={"seed", "device", "threads"})
+    plain["data"] |= {"folder": None, "name": fingerprint(dataset)}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """The name of a known data set; for a user's own, the hash of its images and labels."""
+    if dataset.name in datasets.CATALOGUE:
+        return dataset.name
+    digest = hashlib.sha256()
+    for array in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
+    """The images, with what the settings say of them."""
+    data = settings.data
+    dataset = datasets.load(data.name, None if data.folder is None else Path(data.folder), progress)
+    given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
+    for key in ("mean", "std"):
+        if key in given:
+            given[key] = per_channel(f"data.{key}", given[key], dataset.shape[0])
+    if "std" in given and min(given["std"]) <= 0:
+        raise UserError(f"data.std must be positive, got {list(given['std'])}")
+    if given.get("crop", 0) >= min(dataset.shape[1:]):
+        raise UserError(f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}")
+    dataset = dataclasses.replace(dataset, **given)
+    return datasets.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+
+
+def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """One number for each channel."""
+    if len(values) != channels:
+        raise UserError(f"{key} needs one number per channel ({channels}), got {list(values)}")
+    return tuple(values)
+
+
+def build_split(settings: Settings, dataset: Dataset) -> Split:
+    """The split in a file, or a new one."""
+    chosen = settings.split
+    if chosen.file is not None:
+        found = Split.load(Path(chosen.file))
+        found.check(len(dataset.y_train))
+        return found
+    return partition.split(
+        dataset.y_train,
+        kind=chosen.kind,
+        annotation=chosen.annotation,
+        alpha=chosen.alpha,
+        clients=chosen.clients,
+        labels=chosen.labels,
+        size=chosen.size,
+        ratio=chosen.ratio,
+        seed=settings.seed if chosen.seed is None else chosen.seed,
+    )
+
+
+def build_net(settings: Settings, dataset: Dataset) -> Net:
+    """The network of the settings, else the data set's."""
+    name = settings.net or dataset.net
+    try:
+        net = Net(find(name, NETS, "network"), dataset.shape, dataset.classes)
+    except TypeError as error:
+        raise UserError(f"net {name!r} cannot be built as Net(shape, classes, width): {error}") from error
+    check_image(net)
+    return net
+
+
+def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
+    """A method with its settings."""
+    try:
+        return method_class(name)(net=net, **values)
+    except UserError as error:
+        raise UserError(f"method.{error}") from error

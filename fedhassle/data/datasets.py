@@ -1,0 +1,347 @@
+"""The data sets by name, and a user's own images in an .npz."""
+
+import difflib
+import os
+import sys
+import zipfile
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedhassle.data import download
+from fedhassle.errors import UserError
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+
+CHANNELS = (1, 3)  # grey, colour
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Dataset:
+    """Images, their labels, and what training on them needs to know."""
+
+    name: str
+    x_train: Images  # (N, H, W, C)
+    y_train: Labels  # (N,)
+    x_test: Images
+    y_test: Labels
+    class_names: tuple[str, ...]
+    net: str  # the network that goes with it
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]
+    flip: bool  # weak augmentation: random horizontal flip
+    crop: int  # weak augmentation: random crop after reflect padding by so many pixels; 0 is none
+
+    @property
+    def classes(self) -> int:
+        """The number of classes, M."""
+        return len(self.class_names)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of an image as a network sees it: (C, H, W)."""
+        height, width, channels = self.x_train.shape[1:]
+        return channels, height, width
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named data set: what is known without its images, and where they come from."""
+
+    name: str
+    description: str
+    images: tuple[int, int]  # training, test
+    shape: tuple[int, int, int]  # (C, H, W)
+    class_names: tuple[str, ...]
+    net: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    flip: bool
+    crop: int
+    sources: tuple[download.Source, ...]  # none: the images ship with the package
+    read: download.Reader
+
+    @property
+    def classes(self) -> int:
+        """The number of classes, M."""
+        return len(self.class_names)
+
+
+_CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_NAMES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+_FMNIST = Entry(
+    name="fmnist",
+    description="Fashion-MNIST: clothes in grey",
+    images=(60_000, 10_000),
+    shape=(1, 28, 28),
+    class_names=(
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
+    net="lenet",
+    mean=(0.0,),  # in [0, 1] as it is: standardised inputs diverge at a learning rate of 0.1
+    std=(1.0,),
+    flip=True,
+    crop=0,
+    sources=download.FMNIST_SOURCES,
+    read=download.read_idx,
+)
+_FMNIST_MINI = replace(
+    _FMNIST,
+    name="fmnist-mini",
+    description="a fifth of Fashion-MNIST, shipped with the package",
+    images=(12_000, 2_000),
+    sources=(),
+)
+_CIFAR10 = Entry(
+    name="cifar10",
+    description="CIFAR-10: small colour photographs",
+    images=(50_000, 10_000),
+    shape=(3, 32, 32),
+    class_names=tuple(_CIFAR10_NAMES.split()),
+    net="resnet8",
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2471, 0.2435, 0.2616),
+    flip=True,
+    crop=4,
+    sources=download.CIFAR10_SOURCES,
+    read=download.read_cifar10,
+)
+_CIFAR100 = replace(  # with CIFAR-10's mean and std
+    _CIFAR10,
+    name="cifar100",
+    description="CIFAR-100: small colour photographs, fine labels",
+    class_names=tuple(_CIFAR100_NAMES.split()),
+    sources=download.CIFAR100_SOURCES,
+    read=download.read_cifar100,
+)
+
+CATALOGUE = {entry.name: entry for entry in (_FMNIST_MINI, _FMNIST, _CIFAR10, _CIFAR100)}
+
+
+def load(name: str | Path, folder: Path | None = None, progress: bool = True) -> Dataset:
+    """Loads a set of the catalogue, downloaded into the folder the first time, or the .npz at a path."""
+    entry = CATALOGUE.get(str(name))
+    if entry is not None:
+        return _named(entry, folder, progress)
+    if str(name).lower().endswith(".npz"):
+        return _own(Path(name))
+    near = difflib.get_close_matches(str(name).lower(), CATALOGUE, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(
+        f"unknown data set {str(name)!r}: {hint}Known are {', '.join(CATALOGUE)}, or the path of an .npz file"
+    )
+
+
+def data_folder(folder: Path | None = None) -> Path:
+    """The folder of the downloaded sets: the argument, else $FEDHASSLE_DATA, else the user's cache."""
+    chosen = folder or os.environ.get("FEDHASSLE_DATA")
+    try:
+        return Path(chosen).expanduser() if chosen else _cache() / "fedhassle"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise UserError(f"no data folder ({error}): choose one with $FEDHASSLE_DATA or --data-dir") from error
+
+
+def _cache() -> Path:
+    """The folder that the platform keeps for a user's caches."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
+    """Puts a share of the training images of each class, at least one, in the place of the test set.
+
+    Settings are chosen on these images, never on the test set.
+    """
+    if not 0 < share < 1:
+        raise UserError(f"the share to hold out must lie between 0 and 1, got {share}")
+    if seed < 0:
+        raise UserError(f"the seed must not be negative, got {seed}")
+    generator, held = np.random.default_rng(seed), np.zeros(len(dataset.y_train), bool)
+    for label, name in enumerate(dataset.class_names):
+        members = generator.permutation(np.flatnonzero(dataset.y_train == label))
+        if len(members) < 2:
+            raise UserError(
+                f"{dataset.name}: class {name!r} has {len(members)} image; 2 are needed to hold out"
+            )
+        count = min(max(1, round(share * len(members))), len(members) - 1)
+        held[members[:count]] = True
+    x, y = dataset.x_train, dataset.y_train
+    return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[held], y_test=y[held])
+
+
+def _named(entry: Entry, folder: Path | None, progress: bool) -> Dataset:
+    """Loads a set of the catalogue and makes sure that it is the one of that name."""
+    if entry.sources:
+        path = download.fetch(entry.name, entry.sources, entry.read, data_folder(folder), progress)
+        try:
+            arrays = _read(path)
+        except UserError as error:
+            raise UserError(f"{error}; remove the file to have it fetched again") from error
+    else:
+        with resources.as_file(resources.files("fedhassle.data") / f"{entry.name}.npz") as path:
+            arrays = _read(path)
+    (train, *size), test = arrays.x_train.shape, len(arrays.x_test)
+    found = (train, test, *size, len(arrays.class_names))
+    channels, height, width = entry.shape
+    expected = (*entry.images, height, width, channels, entry.classes)
+    if found != expected:
+        raise UserError(
+            f"{path}: training images, test images, height, width, channels, classes are {found}, those of "
+            f"{entry.name} {expected}; remove the file, or load your own images by their path"
+        )
+    return Dataset(
+        *(entry.name, *arrays[:4], entry.class_names, entry.net),
+        *(entry.mean, entry.std, entry.flip, entry.crop),
+    )
+
+
+def _own(path: Path) -> Dataset:
+    """Loads a user's file, with a network by its colours and pixel statistics of its training images."""
+    arrays = _read(path)
+    height, width, channels = arrays.x_train.shape[1:]
+    mean, std = _statistics(arrays.x_train)
+    net = "lenet" if channels == 1 else "resnet8"
+    # As CIFAR: 4 pixels of 32.
+    return Dataset(path.stem, *arrays, net, mean, std, flip=True, crop=min(height, width) // 8)
+
+
+def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel; exact, from counts of the 256 values."""
+    values, means, deviations = np.arange(256) / 255, [], []
+    for channel in range(x.shape[3]):
+        counts = np.zeros(256, np.int64)
+        for start in range(0, len(x), 1000):  # bincount copies to int64: a slice at a time
+            counts += np.bincount(x[start : start + 1000, ..., channel].ravel(), minlength=256)
+        mean = np.average(values, weights=counts)
+        spread = np.sqrt(np.average((values - mean) ** 2, weights=counts))
+        means.append(float(mean))
+        deviations.append(float(spread) if np.count_nonzero(counts) > 1 else 1.0)
+    return tuple(means), tuple(deviations)
+
+
+class _Arrays(NamedTuple):
+    """The checked content of an .npz, in the order of a Dataset's fields."""
+
+    x_train: Images
+    y_train: Labels
+    x_test: Images
+    y_test: Labels
+    class_names: tuple[str, ...]
+
+
+def _read(path: Path) -> _Arrays:
+    """Reads an .npz and makes sure that its arrays fit together."""
+    found = _members(path)
+    x_train, x_test = (_images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
+    y_train, y_test = (_labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
+    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if len(x) != len(y):
+            raise UserError(
+                f"{path}: x_{part} has {len(x)} images, y_{part} {len(y)} labels; expected as many"
+            )
+    size, test_size = x_train.shape[1:], x_test.shape[1:]
+    if size != test_size:
+        raise UserError(f"{path}: x_train has images of {size}, x_test of {test_size}; expected one shape")
+    present = np.unique(y_train)
+    if len(present) < 2 or len(present) != present[-1] + 1:
+        some = ", ".join(map(str, present[:10])) + ", …" * (len(present) > 10)
+        raise UserError(
+            f"{path}: y_train has the labels {some}; expected 0 to M−1, each of them, M at least 2"
+        )
+    if y_test.max() > present[-1]:
+        raise UserError(
+            f"{path}: y_test has the label {y_test.max()}; expected those of y_train, 0 to {present[-1]}"
+        )
+    return _Arrays(x_train, y_train, x_test, y_test, _class_names(found, len(present), path))
+
+
+def _members(path: Path) -> dict[str, NDArray[Any]]:
+    """Reads the arrays of an .npz that concern us."""
+    found, name = {}, "the file"
+    try:
+        with path.expanduser().open("rb") as stream:
+            if not zipfile.is_zipfile(stream):  # numpy would take it for a pickle
+                raise zipfile.BadZipFile("no zip file, or cut short")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as members:
+                for name in (*download.Arrays._fields, "class_names"):
+                    if name in members:
+                        found[name] = np.asarray(members[name])
+    # Damaged bytes make numpy, zipfile and the decompressors raise a dozen kinds of errors.
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(
+            f"{path}: cannot read {name} ({reason}); expected an .npz as numpy.savez writes it"
+        ) from error
+    missing = [name for name in download.Arrays._fields if name not in found]
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; expected {', '.join(download.Arrays._fields)}")
+    return found
+
+
+def _images(x: NDArray[Any], where: str) -> Images:
+    """Brings images to (N, H, W, C)."""
+    if x.ndim == 3:
+        x = x[..., None]
+        last, first = True, False
+    else:
+        last, first = (x.ndim == 4 and x.shape[axis] in CHANNELS for axis in (3, 1))
+    # Neither is no image; with both, a side of 1 or 3 pixels leaves open which axis is the colour.
+    if x.size == 0 or last == first:
+        expected = "(N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), neither empty nor ambiguous"
+        raise UserError(f"{where} has the shape {x.shape}; expected images as {expected}")
+    return _pixels(x if last else x.transpose(0, 2, 3, 1), where)
+
+
+def _pixels(x: NDArray[Any], where: str) -> Images:
+    """Brings pixels to uint8: whole numbers stay as they are, fractions in [0, 1] become round(255·x)."""
+    limit = {"u": 255, "i": 255, "f": 1}.get(x.dtype.kind)
+    if limit is None:
+        raise UserError(f"{where} has the type {x.dtype}; expected uint8, or floats in [0, 1]")
+    low, high = x.min().item(), x.max().item()
+    if not (low >= 0 and high <= limit):  # so that NaN, which spoils both, is out of range too
+        raise UserError(f"{where} ({x.dtype}) runs from {low} to {high}; expected 0 to {limit}")
+    pixels = np.rint(x.astype(np.float32) * 255) if limit == 1 else x
+    return np.ascontiguousarray(pixels, np.uint8)
+
+
+def _labels(y: NDArray[Any], where: str) -> Labels:
+    """Brings labels to int64."""
+    if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
+        raise UserError(f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)")
+    low, high = y.min().item(), y.max().item()
+    # No label can reach 2³¹ when each occurs; the bound keeps the conversion exact.
+    if not (low >= 0 and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
+        raise UserError(f"{where} runs from {low} to {high}; expected whole numbers 0 to M−1")
+    return y.astype(np.int64)
+
+
+def _class_names(found: dict[str, NDArray[Any]], classes: int, path: Path) -> tuple[str, ...]:
+    """Takes the names in the file, or else the numbers."""
+    names = found.get("class_names", np.arange(classes).astype(str))
+    try:
+        listed = names.tolist()
+    except (ValueError, SystemError):  # bytes that are no text
+        listed = None
+    if names.dtype.kind != "U" or names.shape != (classes,) or listed is None:
+        about = f"{names.dtype} of shape {names.shape}"
+        raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one a class")
+    return tuple(listed)

@@ -1,0 +1,290 @@
+"""Fetches the canonical files of a data set and keeps their images as one .npz."""
+
+import gzip
+import hashlib
+import http.client
+import logging
+import math
+import os
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedhassle.errors import UserError
+
+ATTEMPTS = 3  # per address: a dropped connection is common, a server that is down stays down
+PAUSE = 1.0  # seconds before the second attempt, twice as long before the third
+TIMEOUT = 30.0  # seconds without a single byte
+CHUNK = 1 << 18  # bytes
+
+LOGGER = logging.getLogger("fedhassle")
+
+Bytes = NDArray[np.uint8]
+
+
+class Arrays(NamedTuple):
+    """What an .npz holds, as read from canonical files."""
+
+    x_train: Bytes  # (N, H, W, C)
+    y_train: Bytes  # (N,)
+    x_test: Bytes
+    y_test: Bytes
+
+
+# Turns the canonical files, in the order of their sources, into arrays.
+Reader = Callable[[Sequence[Path]], Arrays]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One canonical file: where it lies and how to know it."""
+
+    name: str
+    urls: tuple[str, ...]  # tried in this order
+    md5: str
+    length: int  # bytes
+
+
+def _source(folders: tuple[str, ...], name: str, md5: str, length: int) -> Source:
+    """A file that lies in several folders of the web."""
+    return Source(name, tuple(folder + name for folder in folders), md5, length)
+
+
+_FASHION = (
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+)
+FMNIST_SOURCES = (
+    _source(_FASHION, "train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
+    _source(_FASHION, "train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
+    _source(_FASHION, "t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
+    _source(_FASHION, "t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
+)
+# The second is where the first redirects to at present.
+_TORONTO = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
+CIFAR10_SOURCES = (
+    _source(_TORONTO, "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
+)
+CIFAR100_SOURCES = (
+    _source(_TORONTO, "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),
+)
+
+
+class _FailedError(Exception):
+    """An address did not give the file; `again` says whether another attempt may help."""
+
+    def __init__(self, reason: str, again: bool) -> None:
+        super().__init__(reason)
+        self.again = again
+
+
+def fetch(name: str, sources: Sequence[Source], read: Reader, folder: Path, progress: bool = True) -> Path:
+    """Returns the folder's NAME.npz, made the first time from its canonical files, downloaded if need be.
+
+    What is unfinished stays in a temporary folder beside the result and vanishes with success, failure and
+    interruption alike; being on the same disk, the result moves into place as a whole.
+    """
+    target = folder / f"{name}.npz"
+    try:
+        if target.exists():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as temporary:
+            advice = _advice(name, sources, folder)
+            paths = [_obtain(source, folder, Path(temporary), advice, progress) for source in sources]
+            unfinished = Path(temporary) / target.name
+            _save(unfinished, read(paths))
+            unfinished.replace(target)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {target}: {error.strerror or error}; "
+            "$FEDHASSLE_DATA or --data-dir chooses another folder"
+        ) from error
+    return target
+
+
+def _advice(name: str, sources: Sequence[Source], folder: Path) -> str:
+    """Says how to do without the download."""
+    originals = ", ".join(source.name for source in sources)
+    return (
+        f"Without network, put {name}.npz (arrays {', '.join(Arrays._fields)}) or the original {originals} "
+        f"into {folder}; $FEDHASSLE_DATA or --data-dir chooses another folder."
+    )
+
+
+def _save(path: Path, arrays: Arrays) -> None:
+    """Writes an .npz and waits until the disk has it, so that a power cut cannot leave an empty one."""
+    with path.open("wb") as file:
+        # Not compressed: photographs hardly shrink, and every run reads the file.
+        np.savez(file, **arrays._asdict())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _obtain(source: Source, folder: Path, temporary: Path, advice: str, progress: bool) -> Path:
+    """Returns the path of a verified canonical file: the user's own in the folder, or a fresh download."""
+    own = folder / source.name
+    if not own.is_file():
+        return _download(source, temporary / source.name, advice, progress)
+    with own.open("rb") as file:
+        found = hashlib.file_digest(file, _md5).hexdigest()
+    if found != source.md5:
+        raise UserError(
+            f"{own}: md5 is {found}, published is {source.md5}; remove the file to have it downloaded"
+        )
+    return own
+
+
+def _download(source: Source, target: Path, advice: str, progress: bool) -> Path:
+    """Downloads a file from the first of its addresses that gives the published bytes."""
+    failures = []
+    for url in source.urls:
+        try:
+            _try_repeatedly(source, url, target, progress)
+        except _FailedError as failure:
+            failures.append(f"  {url}: {failure}")
+        else:
+            return target
+    raise UserError("\n".join([f"cannot download {source.name}:", *failures, advice]))
+
+
+def _try_repeatedly(source: Source, url: str, target: Path, progress: bool) -> None:
+    """Downloads from one address, a few times if the connection fails."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _receive(source, url, target, progress)
+            return
+        except _FailedError as failure:
+            if not failure.again or attempt == ATTEMPTS:
+                raise
+            LOGGER.warning("%s: %s; trying again", url, failure)
+            time.sleep(PAUSE * attempt)
+
+
+def _receive(source: Source, url: str, target: Path, progress: bool) -> None:
+    """Streams one address into a file and checks length and checksum on the way."""
+    digest, received = _md5(), 0
+    with target.open("wb") as file, _shown(source, url, progress) as advance:
+        for chunk in _chunks(url):
+            digest.update(chunk)
+            file.write(chunk)
+            advance(len(chunk))
+            received += len(chunk)
+            if received > source.length:  # an endless answer must not fill the disk
+                raise _FailedError(f"longer than the published {source.length} bytes", again=False)
+    if received < source.length:
+        raise _FailedError(f"ended after {received} of {source.length} bytes", again=True)
+    if digest.hexdigest() != source.md5:
+        raise _FailedError(
+            f"wrong checksum: md5 is {digest.hexdigest()}, published is {source.md5}", again=False
+        )
+
+
+def _md5() -> "hashlib._Hash":
+    """Starts an md5, the checksum that the authors publish; strict systems allow it only for such use."""
+    return hashlib.md5(usedforsecurity=False)
+
+
+def _chunks(url: str) -> Iterator[bytes]:
+    """Yields the bytes of an address; a network error becomes a failure, unlike one of the disk."""
+    request = urllib.request.Request(url, headers={"User-Agent": "fedhassle"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            while chunk := response.read(CHUNK):
+                yield chunk
+    except urllib.error.HTTPError as error:
+        error.close()
+        busy = error.code in (408, 429) or error.code >= 500
+        raise _FailedError(f"the server answers {error.code} {error.reason}", again=busy) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise _FailedError(f"no connection ({reason})", again=True) from error
+
+
+@contextmanager
+def _shown(source: Source, url: str, progress: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a bar to a person at a terminal and one line to a log; yields what to call with each count."""
+    if not (progress and sys.stderr.isatty()):
+        LOGGER.info("downloading %s (%.1f MB) from %s", source.name, source.length / 1e6, url)
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(source.name, total=source.length)
+        yield lambda count: bar.advance(task, count)
+
+
+def read_idx(paths: Sequence[Path]) -> Arrays:
+    """Reads MNIST's four files: training images and labels, test images and labels."""
+    x_train, y_train, x_test, y_test = (_idx(path) for path in paths)
+    return Arrays(x_train[..., None], y_train, x_test[..., None], y_test)
+
+
+def _idx(path: Path) -> Bytes:
+    """Reads one gzipped idx file: two zeros, type 8 (uint8), the number of sizes, the sizes, the values."""
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error}); remove it to have it fetched") from error
+    header = 4 + 4 * content[3] if len(content) >= 4 else 4
+    if content[:3] != b"\0\0\x08" or len(content) < header:
+        raise UserError(f"{path}: begins with {content[:4].hex()}; expected an idx file of uint8 (000008…)")
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", content[3], 4))
+    values = np.frombuffer(content, np.uint8, offset=header)
+    if values.size != math.prod(shape):
+        raise UserError(f"{path}: has {values.size} values; expected {shape} as its header says")
+    return values.reshape(shape)
+
+
+def read_cifar10(paths: Sequence[Path]) -> Arrays:
+    """Reads CIFAR-10's binary archive."""
+    train = [f"cifar-10-batches-bin/data_batch_{batch}.bin" for batch in range(1, 6)]
+    return _cifar(paths[0], train, "cifar-10-batches-bin/test_batch.bin", label_bytes=1)
+
+
+def read_cifar100(paths: Sequence[Path]) -> Arrays:
+    """Reads CIFAR-100's binary archive, whose records begin with the coarse and the fine label."""
+    return _cifar(paths[0], ["cifar-100-binary/train.bin"], "cifar-100-binary/test.bin", label_bytes=2)
+
+
+def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> Arrays:
+    """Reads the records of a CIFAR archive in memory: the last label byte, then the planes R, G, B."""
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            train_records = np.concatenate([_records(archive, name, label_bytes) for name in train])
+            test_records = _records(archive, test, label_bytes)
+    except (OSError, EOFError, KeyError, zlib.error, tarfile.TarError) as error:
+        raise UserError(
+            f"{path}: not a whole CIFAR archive ({error}); remove it to have it fetched"
+        ) from error
+    return Arrays(*_split(train_records, label_bytes), *_split(test_records, label_bytes))
+
+
+def _records(archive: tarfile.TarFile, name: str, label_bytes: int) -> Bytes:
+    """Reads one member as rows of labels and pixels."""
+    member = archive.extractfile(name)
+    values = np.frombuffer(b"" if member is None else member.read(), np.uint8)
+    size = label_bytes + 3 * 32 * 32
+    if values.size == 0 or values.size % size:
+        raise tarfile.ReadError(f"{name} has {values.size} bytes; expected a multiple of {size}")
+    return values.reshape(-1, size)
+
+
+def _split(records: Bytes, label_bytes: int) -> tuple[Bytes, Bytes]:
+    """Splits rows into images and labels."""
+    planes = records[:, label_bytes:].reshape(-1, 3, 32, 32)  # (N, C, H, W)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, label_bytes - 1].copy()

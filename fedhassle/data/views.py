@@ -1,0 +1,64 @@
+"""What training sees of an image: normalised, and augmented by draws that come as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Views(NamedTuple):
+    """The views of a data set's images: `clean`, and `weak` (random flip, random crop).
+
+    An augmentation draws nothing itself: it is handed `uniforms(view)` numbers in [0, 1) per image, so
+    that it gives the same on every device, in the simulator and at a site, and inside a captured step.
+    """
+
+    scale: Tensor  # (C,): pixel · scale + shift is the normalised value
+    shift: Tensor  # (C,)
+    flip: bool
+    crop: int  # reflect padding before a random crop; 0 = none
+
+    def uniforms(self, view: str) -> int:
+        """How many uniform numbers an image of this view takes."""
+        return {"clean": 0, "weak": 3}[view]
+
+    def __call__(self, pixels: Tensor, view: str, u: Tensor) -> Tensor:
+        """Pixels (B, H, W, C) uint8 and draws (B, k) -> (B, C, H, W), channels_last."""
+        return self.normalise(self.weak(pixels, u) if view == "weak" else pixels)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, H, W, C) -> (B, C, H, W) without a copy: NHWC memory is channels_last."""
+        return (pixels * self.scale + self.shift).permute(0, 3, 1, 2)
+
+    def weak(self, pixels: Tensor, u: Tensor) -> Tensor:
+        """A horizontal flip with probability ½, then a crop of the reflect-padded image."""
+        if self.flip:
+            pixels = torch.where(u[:, 0, None, None, None] < 0.5, pixels.flip(2), pixels)
+        return random_crop(pixels, self.crop, u[:, 1], u[:, 2]) if self.crop else pixels
+
+
+def make_views(
+    mean: Sequence[float], std: Sequence[float], flip: bool, crop: int, device: torch.device
+) -> Views:
+    """The views for pixels in 0 … 255 whose channels have `mean` and `std` on the scale of [0, 1]."""
+    spread = torch.tensor(std, dtype=torch.float64)
+    scale, shift = 1 / (255 * spread), -torch.tensor(mean, dtype=torch.float64) / spread
+    return Views(scale.float().to(device), shift.float().to(device), flip, crop)
+
+
+def random_crop(pixels: Tensor, padding: int, down: Tensor, across: Tensor) -> Tensor:
+    """A window of the image's own size out of the image padded by reflection; (B,) uniforms choose where."""
+    rows = window(pixels.shape[1], padding, down)  # (B, H)
+    columns = window(pixels.shape[2], padding, across)  # (B, W)
+    sample = torch.arange(len(pixels), device=pixels.device)
+    return pixels[sample[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def window(side: int, padding: int, u: Tensor) -> Tensor:
+    """Indices (B, side) of a random window in a side that is reflected at both ends."""
+    offset = (u * (2 * padding + 1)).long() - padding  # (B,), from −padding to padding
+    index = offset[:, None] + torch.arange(side, device=u.device)
+    return (side - 1) - ((side - 1) - index.abs()).abs()

@@ -1,0 +1,240 @@
+"""From settings to a finished run folder: what the command line and `fedhassle.run` share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from fedhassle.config import (
+    Settings,
+    build_dataset,
+    build_method,
+    build_net,
+    build_split,
+    resolve,
+    settings_hash,
+)
+from fedhassle.data.datasets import Dataset
+from fedhassle.data.partition import Split
+from fedhassle.errors import UserError
+from fedhassle.evaluate import accuracy
+from fedhassle.files import write_text
+from fedhassle.method import Method
+from fedhassle.report.curves import draw_curves
+from fedhassle.requested import Requested, from_json, to_json
+from fedhassle.rounds import Plan
+from fedhassle.runs import Folder, Metrics, Step, conduct, finish
+from fedhassle.simulator import Simulator
+from fedhassle.vectors import Arrays
+
+log = logging.getLogger("fedhassle")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start or to go on."""
+
+    folder: Folder
+    settings: Settings
+    dataset: Dataset
+    split: Split
+    method: Method
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return torch.device(self.settings.device)
+
+    @property
+    def plan(self) -> Plan:
+        """How long it is, and who takes part."""
+        return Plan(self.settings.rounds, self.settings.clients_per_round, self.settings.seed)
+
+
+def claim(requested: Requested, out: Path | None) -> Folder:
+    """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
+    folder = Folder(Path(out) if out else default_folder(requested))
+    if folder.request.exists() or folder.config.exists():
+        raise UserError(f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out")
+    if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+        raise UserError(f"{folder.path} exists and is not an empty folder: choose another --out")
+    write_text(folder.request, to_json(requested))
+    return folder
+
+
+def default_folder(requested: Requested) -> Path:
+    """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
+    words = [requested.get("method", "name", "hassle"), Path(requested.get("data", "name", "fmnist-mini")).stem]
+    name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")]).replace(":", ".")
+    path, number = Path("runs") / name, 2
+    while path.exists():
+        path, number = Path("runs") / f"{name}-{number}", number + 1
+    return path
+
+
+def release(folder: Folder) -> None:
+    """Gives back a folder whose request turned out to be impossible."""
+    folder.request.unlink(missing_ok=True)
+    if not any(folder.path.iterdir()):
+        folder.path.rmdir()
+
+
+def start(requested: Requested, out: Path | None = None) -> Run:
+    """A new run in its own folder."""
+    folder = claim(requested, out)
+    try:
+        return prepare(folder)
+    except UserError:
+        release(folder)
+        raise
+
+
+def reopen(path: Path) -> Run:
+    """A run that was cut, from whatever it left behind."""
+    folder = Folder(path)
+    if not folder.request.exists() and not folder.config.exists():
+        raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
+    return prepare(folder)
+
+
+def prepare(folder: Folder) -> Run:
+    """Builds all that a run needs; writes its settings and split where they are not there yet."""
+    settings = resolve(recorded(folder))
+    dataset = build_dataset(settings)
+    split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
+    split.check(len(dataset.y_train))
+    if settings.clients_per_round > len(split.names):
+        raise UserError(
+            f"clients_per_round={settings.clients_per_round} is more than the {len(split.names)} clients there are"
+        )
+    method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
+    split.save(folder.split)
+    write_text(folder.config, tomli_w.dumps(settings.as_toml()))
+    folder.request.unlink(missing_ok=True)
+    return Run(folder, settings, dataset, split, method)
+
+
+def recorded(folder: Folder) -> Requested:
+    """The settings that a folder holds, resolved or as they were asked for."""
+    if not folder.config.exists():
+        return from_json(folder.request.read_text("utf-8"))
+    try:
+        return Requested((tomllib.loads(folder.config.read_text("utf-8")),))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{folder.config} is not valid TOML: {error}") from error
+
+
+def carry_out(run: Run) -> Iterator[Step]:
+    """Trains to the end, round by round, then writes the summary, the model and the picture."""
+    torch.set_num_threads(run.settings.threads)
+    simulator = Simulator(run.dataset, run.split, run.settings.seed, run.device)
+    images = torch.from_numpy(run.dataset.x_test).to(run.device)
+    y = torch.from_numpy(run.dataset.y_test).to(run.device)
+
+    def evaluate(state: Arrays) -> dict[str, float]:
+        return accuracy(run.method, state, images, y, simulator.views)
+
+    with logging_to(run.folder.log):
+        for note in run.split.notes:
+            log.info("split: %s", note)
+        every = run.settings.evaluate_every
+        yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
+        summary = finish(run.folder, run.method, about_run(run), about_model(run))
+        draw_curves({run.settings.method.name: summary}, run.folder.curves)
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Adds what the run has to say to its own file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def about_run(run: Run) -> Metrics:
+    """How a result came about: all that a table of results needs beside the figures."""
+    return {
+        "format": 1,
+        "method": run.settings.method.name,
+        "data": run.dataset.name,
+        "seed": run.settings.seed,
+        "settings": run.settings.as_toml(),
+        "settings_hash": settings_hash(run.settings, run.dataset),
+        "split_hash": run.split.hash,
+        "versions": versions(),
+        "hardware": hardware(run.device, run.settings.threads),
+    }
+
+
+def about_model(run: Run) -> dict[str, Any]:
+    """All that prediction needs beside the arrays."""
+    return {
+        "format": 1,
+        "method": run.settings.method.model_dump(),
+        "net": run.settings.net or run.dataset.net,
+        "shape": list(run.dataset.shape),
+        "class_names": list(run.dataset.class_names),
+        "mean": list(run.dataset.mean),
+        "std": list(run.dataset.std),
+        "headline": run.method.headline,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
+    return {
+        "fedhassle": package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def package_version() -> str:
+    """The version of this package, also from a checkout that is not installed."""
+    try:
+        return version("fedhassle")
+    except ModuleNotFoundError:
+        return "0+checkout"
+
+
+def hardware(device: torch.device, threads: int) -> dict[str, Any]:
+    """The machine, as far as results and times depend on it."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "device": device.type,
+        "gpu": gpu,
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.system(),
+    }
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,232 @@
+"""What a method is. No device, transport, engine or particular method is known here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.nets import Net
+from fedhassle.vectors import Arrays, mean
+
+Part = Literal["labelled", "unlabelled"]
+Kind = Literal["full", "partial", "unlabelled"]
+
+
+class Client(NamedTuple):
+    """What the server knows of a client: its name, n_L and n_U."""
+
+    name: str
+    labelled: int
+    unlabelled: int
+
+    @property
+    def kind(self) -> Kind:
+        """Full, partial or unlabelled, by what it holds."""
+        if not self.labelled:
+            return "unlabelled"
+        return "partial" if self.unlabelled else "full"
+
+    def count(self, part: Part) -> int:
+        """The samples of one part of its data."""
+        return self.labelled if part == "labelled" else self.unlabelled
+
+
+class Model(NamedTuple):
+    """f(·; w): in training BatchNorm uses the batch and moves `statistics`, else a pure function."""
+
+    net: Net
+    weights: Tensor
+    statistics: Tensor
+    training: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits (B, M)."""
+        return self.net(self.weights, self.statistics, x, self.training)
+
+    def at(self, weights: Tensor) -> Model:
+        """The same model with other weights."""
+        return self._replace(weights=weights)
+
+    def lerp(self, end: Model, share: Tensor) -> Model:
+        """The way from this model to `end`, gone by `share`."""
+        weights = self.weights.lerp(end.weights, share)
+        return self._replace(weights=weights, statistics=self.statistics.lerp(end.statistics, share))
+
+
+Models = Mapping[str, Any]
+"""Names to values: a `Model` where the name is in `Method.networks`, else a 1-D tensor."""
+
+
+def as_models(arrays: Arrays, networks: Mapping[str, Net]) -> Models:
+    """Arrays as a method sees them: those that are networks as models in evaluation mode."""
+    return {k: Model(networks[k], *networks[k].parts(v)) if k in networks else v for k, v in arrays.items()}
+
+
+class Batch(NamedTuple):
+    """B samples: a tensor (B, C, H, W) per view; labels (B,), −1 = nothing to learn."""
+
+    views: tuple[Tensor, ...]
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A shuffled walk over one part of a client's data, in full batches."""
+
+    part: Part
+    batch: int = 128
+    views: tuple[str, ...] = ("weak",)  # independent augmentations of each sample
+    labels: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> y, once a round on clean images
+    online: bool = False  # … or at every step, on the first view
+
+
+class SGD(NamedTuple):
+    """Clip the gradient's norm (0: do not), add weight decay, then momentum; fresh for every client and round."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    decay: float = 0.0
+    clip: float = 5.0
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One step of the vector `train` down `loss(local, received, *batches[, draw])`."""
+
+    train: str
+    loss: Callable[..., Tensor]
+    sgd: SGD
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A walk: each step makes every descent in order, then stores what `then` returns.
+
+    Phases that train no common name and keep no memory are independent: an engine may run them side by
+    side. A Python value is a constant of the run; whatever differs between two steps or rounds (a ramp,
+    an EMA's coefficient) is a tensor in the message, the memory or a draw.
+    """
+
+    name: str  # with (seed, round, client) the key of its randomness
+    streams: tuple[Stream, ...]  # the first paces the epochs, the others walk on end to end
+    descents: tuple[Descent, ...]
+    epochs: int = 0  # passes over the first stream, each in ⌈n/B⌉ full batches
+    steps: int = 0  # in place of epochs: so many batches, passes end to end
+    then: Callable[[Models, Models], Mapping[str, Any]] | None = None  # (local, received) -> new local values
+    draw: Callable[[np.random.Generator], np.ndarray] | None = None  # further randomness of a step, as data
+
+    def length(self, client: Client) -> int:
+        """The number of steps on a client."""
+        pace = self.streams[0]
+        return self.steps or self.epochs * -(-client.count(pace.part) // pace.batch)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names that it trains."""
+        return tuple(dict.fromkeys(descent.train for descent in self.descents))
+
+
+class Update(NamedTuple):
+    """What comes back from a client."""
+
+    client: Client
+    arrays: Arrays  # each vector that it trained
+    samples: dict[str, int]  # how many samples trained each
+    losses: Arrays  # mean loss over the steps that trained it
+    labelling: Tensor | None = None  # pseudo-labels (right, given); None where the truth is not known
+
+
+@dataclass(frozen=True)
+class Method:
+    """A federated method: pure functions, state → message → phases on a client → update → state.
+
+    The fields are its hyper-parameters, and its settings on the command line. A whole method that trains
+    one model on labelled data, and pulls it towards zero:
+
+    >>> from fedhassle.losses import cross_entropy
+    >>> @dataclass(frozen=True)
+    ... class Ridge(Method):
+    ...     strength: float = 0.01
+    ...
+    ...     def networks(self):
+    ...         return {"w": self.net}
+    ...
+    ...     def initial(self, seed):
+    ...         return {"w": self.net.initial(seed)}
+    ...
+    ...     def phases(self, client, t):
+    ...         walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.sgd())
+    ...         return (Phase("labelled", (walk,), (descent,), self.epochs),) if client.labelled else ()
+    ...
+    ...     def loss(self, local, received, batch):
+    ...         z = local["w"](batch.views[0])
+    ...         return cross_entropy(z, batch.y) + self.strength * local["w"].weights.square().sum()
+    ...
+    ...     def predict(self, state, x):
+    ...         return {"model": self.net.logits(state["w"], x)}
+    """
+
+    net: Net
+    batch: int = 128  # Sec. 5.1
+    epochs: int = 10  # local epochs a round (ruling 7)
+    lr: float = 0.1  # η, Sec. 5.1
+    momentum: float = 0.9  # Sec. 5.1
+    clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
+
+    headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
+        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        require(0 < self.lr < math.inf, f"lr must be positive, got {self.lr}")
+        require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
+        require(self.clip is None or self.clip >= 0, f"clip must be at least 0 (0 = off), got {self.clip}")
+
+    def networks(self) -> dict[str, Net]:
+        """Every name that is a network, wherever it occurs."""
+        raise NotImplementedError
+
+    def initial(self, seed: int) -> Arrays:
+        """The server's state before round 1."""
+        raise NotImplementedError
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """What a client does in round t; () = it is not asked."""
+        raise NotImplementedError
+
+    def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
+        """Logits by the name under which they are reported."""
+        raise NotImplementedError
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """What a client is sent, and what is counted."""
+        return state
+
+    def memory(self, client: Client, message: Arrays) -> Arrays:
+        """What a client keeps between rounds: its first values."""
+        return {}
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """Each vector: the mean over those who trained it, by samples; else unchanged (Eqs. 1, 2, 10)."""
+        return state | average(updates)
+
+    def sgd(self, decay: float = 0.0) -> SGD:
+        """The optimiser of this method's descents."""
+        return SGD(self.lr, self.momentum, decay, self.net.clip if self.clip is None else self.clip)
+
+
+def average(updates: Sequence[Update]) -> Arrays:
+    """Each vector that came back: the mean over the clients that trained it, by the samples that did."""
+    names = dict.fromkeys(name for update in updates for name in update.arrays)
+    return {name: average_of(name, [u for u in updates if name in u.arrays]) for name in names}
+
+
+def average_of(name: str, updates: Sequence[Update]) -> Tensor:
+    """The mean of one vector over updates that all have it."""
+    return mean([u.arrays[name] for u in updates], [u.samples[name] for u in updates])

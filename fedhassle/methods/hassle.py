@@ -1,0 +1,167 @@
+"""HASSLE with SUMA (Shang et al., arXiv 2303.02445): the paper, equation by equation.
+
+Where the paper is silent or contradicts its script, a field below is the ruling; docs/paper.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
+from fedhassle.method import Batch, Client, Descent, Method, Models, Part, Phase, Stream, Update, as_models
+from fedhassle.nets import Net
+from fedhassle.vectors import Arrays, squared_distance
+
+
+class Side(NamedTuple):
+    """One of the two halves of HASSLE; the paper writes one and says "exchange U and S" for the other."""
+
+    part: Part  # the data that it learns from
+    dual: str  # its dual model
+    other: str  # the dual model of the other side
+    residual: str  # what `other` knows and `dual` lacks
+    other_residual: str
+    before: str  # the dual that `residual` was trained against: w^(t−1) beside r^(t)
+
+
+SUPERVISED = Side("labelled", "w_S", "w_U", "r_US", "r_SU", "w_S_before")
+UNSUPERVISED = Side("unlabelled", "w_U", "w_S", "r_SU", "r_US", "w_U_before")
+SIDES = (SUPERVISED, UNSUPERVISED)
+
+
+@dataclass(frozen=True)
+class Hassle(Method):
+    """Dual models w_S (labelled data) and w_U (unlabelled data), residuals r_US = r_{U−S} and r_SU = r_{S−U}.
+
+    A full client trains w_S and r_US, an unlabelled one w_U and r_SU, a partial one all four.
+    """
+
+    gra: bool = True  # global residual alignment: the residual models
+    mpa: bool = True  # model proximity alignment: the term of Eq. 12
+    gamma: float = 0.001  # γ in Eq. 12 (ruling 1)
+    proximity: Literal["squared", "norm"] = "squared"  # ‖·‖² or the paper's ‖·‖ in Eq. 12 (ruling 1)
+    residual_target: Literal["difference", "with_residual"] = "difference"  # Eq. 7 (ruling 3)
+    tau: float = 2.0  # τ in Eq. 7 (ruling 5)
+    lam: float = 1.0  # λ in Eq. 9
+    residual_steps: int = 100  # batches a round that train a residual (ruling 8)
+    residual_decay: float = 0.0001  # weight decay of the residuals (ruling 8)
+    residual_width: float = 0.25  # channels of a residual, as a share of the dual's (ruling 13)
+    pseudo_labels: Literal["round", "online"] = "round"  # once a round, or for each augmented batch (ruling 10)
+    threshold: float = 0.0  # confidence below which a sample gets no pseudo-label (ruling 12)
+    shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
+    residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
+    warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
+
+    headline: ClassVar[str] = "EM"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam", "residual_decay"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be at least 0, got {value}")
+        require(0 < self.tau < math.inf, f"tau must be positive, got {self.tau}")
+        require(0 < self.residual_width <= 1, f"residual_width must be in (0, 1], got {self.residual_width}")
+        require(self.residual_steps >= 1, f"residual_steps must be at least 1, got {self.residual_steps}")
+        require(0 <= self.threshold <= 1, f"threshold must be in [0, 1], got {self.threshold}")
+        for name in ("residual_rounds", "warmup"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name} must be at least 0, got {value}")
+
+    @cached_property
+    def residual_net(self) -> Net:
+        """The compact network of the residual models."""
+        return self.net.scaled(self.residual_width)
+
+    def networks(self) -> dict[str, Net]:
+        """The dual models, now and before, and the residual models."""
+        duals = dict.fromkeys(("w_S", "w_U", "w_S_before", "w_U_before"), self.net)
+        return duals | ({"r_US": self.residual_net, "r_SU": self.residual_net} if self.gra else {})
+
+    def initial(self, seed: int) -> Arrays:
+        """Four independent initialisations (ruling 14); slot 0 is also FedAvg's."""
+        slots = {"w_S": 0, "w_U": 0, "r_US": 2, "r_SU": 2} if self.shared_start else {"w_S": 0, "w_U": 1}
+        slots = {"r_US": 2, "r_SU": 3} | slots
+        networks = self.networks()
+        return {k: networks[k].initial(seed, slots[k]) for k in ("w_S", "w_U", "r_US", "r_SU") if k in networks}
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """What the client's phases use and no more (ruling 21)."""
+        needed: set[str] = set()
+        for side in SIDES:
+            if client.count(side.part):
+                needed |= {side.dual} | ({side.other} if self.mpa or self.gra else set())
+                needed |= {side.residual} if self.gra else set()
+                needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
+        if client.unlabelled:
+            needed |= {"w_S", "r_US", "w_S_before"}  # Eq. 11
+        return {name: vector for name, vector in state.items() if name in needed}
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """Algorithm 1, lines 4–12, on the data that the client has."""
+        sides = SIDES[:1] if t <= self.warmup else SIDES
+        return tuple(phase for side in sides if client.count(side.part) for phase in self.side(side, t))
+
+    def side(self, side: Side, t: int) -> Iterator[Phase]:
+        """Algorithm 1, lines 5 and 6; with the roles exchanged, lines 9 to 11."""
+        labels = self.pseudo_label if side is UNSUPERVISED else None
+        walk = Stream(side.part, self.batch, labels=labels, online=self.pseudo_labels == "online")
+        if t > self.residual_rounds or not self.gra:
+            dual = Descent(side.dual, partial(self.dual_loss, side), self.sgd())
+            yield Phase(side.part, (walk,), (dual,), self.epochs)
+        if self.gra and t > self.warmup:
+            loss = partial(self.residual_loss, side)
+            residual = Descent(side.residual, loss, self.sgd(self.residual_decay))
+            yield Phase(f"{side.part} residual", (walk,), (residual,), steps=self.residual_steps)
+
+    def pseudo_label(self, received: Models, x: Tensor) -> Tensor:
+        """ŷ = argmax f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals Eq. 5."""
+        return hard_labels(self.logits(SUPERVISED, received, x), self.threshold)
+
+    def dual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
+        """L_S: cross-entropy and the proximity of the other dual (Eq. 12)."""
+        loss = cross_entropy(local[side.dual](batch.views[0]), batch.y)
+        if not self.mpa:
+            return loss
+        gap = squared_distance(local[side.dual].weights, received[side.other].weights)
+        return loss + self.gamma * (gap if self.proximity == "squared" else gap.sqrt())
+
+    def residual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
+        """L_CE + λ·L_res (Eq. 9)."""
+        x = batch.views[0]
+        z, r = received[side.dual](x), local[side.residual](x)  # (B, M) each
+        target = received[side.other](x) - z  # Eq. 6
+        if self.residual_target == "with_residual":
+            target = target + received[side.other_residual](x)
+        complement = cross_entropy(z + r, batch.y)  # L_CE (Eq. 8)
+        difference = kl_divergence(target / self.tau, r / self.tau)  # L_res (Eq. 7)
+        return complement + self.lam * difference
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """Eqs. 1, 2 and 10; the dual that a residual was trained against stays with it (ruling 11)."""
+        trained = {name for update in updates for name in update.arrays}
+        before = {side.before: state[side.dual] for side in SIDES if side.residual in trained}
+        merged = super().merge(state, updates, t, rng) | before
+        return merged | ({"w_U": merged["w_S"]} if t <= self.warmup else {})
+
+    def logits(self, side: Side, known: Models, x: Tensor) -> Tensor:
+        """f(x; w^(t−1)) + f(x; r^(t)); f(x; w^(t)) as long as no residual has been trained."""
+        if side.before not in known:
+            z: Tensor = known[side.dual](x)
+            return z
+        z = known[side.before](x) + known[side.residual](x)
+        return z
+
+    def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
+        """SM, UM and their mean EM; the dual models without their residuals."""
+        known = as_models(state, self.networks())
+        z_s, z_u = (self.logits(side, known, x) for side in SIDES)
+        ensemble = (z_s + z_u) / 2
+        return {"SM": z_s, "UM": z_u, "EM": ensemble, "w_S": known["w_S"](x), "w_U": known["w_U"](x)}

@@ -1,0 +1,30 @@
+"""Things by name: one of ours, or the import path of a user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedhassle.errors import UserError
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint such as “, did you mean 'x'?”, or nothing."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def find(name: str, known: Mapping[str, Any], what: str) -> Any:
+    """The value of a known name, or what an import path such as `package.module:Name` leads to."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        options = f"known are {', '.join(known)}, or an import path such as my_package.my_module:MyClass"
+        raise UserError(f"unknown {what} {name!r}{nearest(name, known)} ({options})")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises is theirs to mend
+        raise UserError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error

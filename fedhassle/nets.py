@@ -1,0 +1,221 @@
+"""The paper's networks, and any `nn.Module` seen as a function f(x; w) of one flat vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedhassle.errors import UserError
+
+Shape = tuple[int, int, int]  # channels, height, width of an image
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with ReLU and max-pooling (the paper's network for Fashion-MNIST)."""
+
+    # Without BatchNorm, lr 0.1 kills it: dead when the gradient is clipped at 5, alive at 1 (docs/paper.md).
+    clip = 1.0
+
+    def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
+        super().__init__()
+        channels, height, across = shape
+        if min(height, across) < 12:
+            raise UserError(f"lenet needs images of at least 12×12 pixels, got {height}×{across}: set net=resnet8")
+        c1, c2, d1, d2 = (math.ceil(width * n) for n in (6, 16, 120, 84))
+        self.conv1 = nn.Conv2d(channels, c1, 5, padding=2)
+        self.conv2 = nn.Conv2d(c1, c2, 5)
+        self.hidden1 = nn.Linear(c2 * ((height // 2 - 4) // 2) * ((across // 2 - 4) // 2), d1)
+        self.hidden2 = nn.Linear(d1, d2)
+        self.output = nn.Linear(d2, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.hidden1(x.flatten(1)))
+        z: Tensor = self.output(F.relu(self.hidden2(x)))  # (B, M)
+        return z
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions around a shortcut, which is a 1×1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, planes, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(planes)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != planes:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, planes, 1, stride, bias=False), nn.BatchNorm2d(planes)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the block's features."""
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
+
+
+class ResNet8(nn.Module):
+    """ResNet-8 with 64, 128 and 256 planes (the paper's network for CIFAR)."""
+
+    clip = 5.0
+
+    def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
+        super().__init__()
+        p1, p2, p3 = (math.ceil(width * n) for n in (64, 128, 256))
+        self.conv = nn.Conv2d(shape[0], p1, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(p1)
+        self.blocks = nn.Sequential(BasicBlock(p1, p1, 1), BasicBlock(p1, p2, 2), BasicBlock(p2, p3, 2))
+        self.output = nn.Linear(p3, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
+                nn.init.normal_(module.weight, 0.0, math.sqrt(2 / fan_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        h = self.blocks(F.relu(self.norm(self.conv(x))))
+        z: Tensor = self.output(h.mean((2, 3)))  # (B, M)
+        return z
+
+
+NETS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "resnet8": ResNet8}
+
+
+class Piece(NamedTuple):
+    """One tensor of a module and where it lies in the flat vector."""
+
+    name: str
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor itself, a view of its slice; kernels lie channels_last."""
+        if len(self.shape) != 4:
+            return flat.view(self.shape)
+        out, into, height, width = self.shape
+        return flat.view(out, height, width, into).permute(0, 3, 1, 2)
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """The slice that `view` turns back into `tensor`."""
+        return (tensor.permute(0, 2, 3, 1) if len(self.shape) == 4 else tensor).reshape(-1)
+
+
+class Net:
+    """f(x; w): a network as a function of a flat vector of weights and one of BatchNorm statistics.
+
+    A vector that travels holds, in this order: kernels and biases, BatchNorm's gains and shifts (together
+    the weights), running means and variances (the statistics). `build(shape, classes, width)` makes the
+    module; any `nn.Module` will do whose buffers are BatchNorm statistics or constants.
+    """
+
+    def __init__(
+        self, build: Callable[..., nn.Module], shape: Shape, classes: int, width: float = 1.0
+    ) -> None:
+        self.build, self.shape, self.classes, self.width = build, shape, classes, width
+        # The module's own mode is state; two copies of it make `training` an argument.
+        self._modes = {training: self._module(seed=0).train(training) for training in (False, True)}
+        module = self._modes[False]
+        self.clip = float(getattr(module, "clip", 5.0))
+        self._pieces = list(parameter_pieces(module))
+        self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
+        self._constants = {k: v for k, v in module.named_buffers() if not v.is_floating_point()}
+        self.sizes = [piece.size for piece in self._pieces]
+        self.moments = [piece.size for piece in self._moments]
+        self.weights, self.statistics = sum(self.sizes), sum(self.moments)
+        normed = normalisation_names(module)
+        self.kernels = sum(piece.size for piece in self._pieces if piece.name not in normed)
+
+    def scaled(self, width: float) -> Net:
+        """The same network with `width` times the channels of the full one."""
+        return Net(self.build, self.shape, self.classes, width)
+
+    def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
+        """Logits (B, M); in training BatchNorm uses the batch and moves `statistics` in place."""
+        # One split, not many slices: its backward is one concatenation (a quarter of the time).
+        tensors = {p.name: p.view(flat) for p, flat in zip(self._pieces, weights.split(self.sizes), strict=True)}
+        for piece, flat in zip(self._moments, statistics.split(self.moments), strict=True):
+            tensors[piece.name] = piece.view(flat)
+        for name, constant in self._constants.items():
+            tensors[name] = constant.to(x.device)
+        z: Tensor = torch.func.functional_call(self._modes[training], tensors, (x,))
+        return z
+
+    def parts(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the statistics in a vector that travels."""
+        return vector[: self.weights], vector[self.weights :]
+
+    def logits(self, vector: Tensor, x: Tensor) -> Tensor:
+        """f(x; w) in evaluation mode, for a vector that travels."""
+        return self(*self.parts(vector), x)
+
+    def initial(self, seed: int, slot: int = 0) -> Tensor:
+        """Freshly initialised vector; equal (seed, slot) give equal vectors."""
+        return self.flatten(self._module(seed=1_000_003 * seed + slot))
+
+    def flatten(self, module: nn.Module) -> Tensor:
+        """The vector of a module of this shape."""
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        pieces = [*self._pieces, *self._moments]
+        return torch.cat([piece.flatten(tensors[piece.name].detach()) for piece in pieces])
+
+    def _module(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self.build(self.shape, self.classes, self.width)
+        for norm in batch_norms(module):
+            norm.num_batches_tracked = None  # an integer that nothing reads: not worth sending
+        return module
+
+
+def batch_norms(module: nn.Module) -> Iterator[_BatchNorm]:
+    """All BatchNorm layers of a module."""
+    return (m for m in module.modules() if isinstance(m, _BatchNorm))
+
+
+def normalisation_names(module: nn.Module) -> set[str]:
+    """Names of BatchNorm's gains and shifts."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for name, _ in layer.named_parameters(recurse=False)
+    }
+
+
+def parameter_pieces(module: nn.Module) -> Iterator[Piece]:
+    """Kernels and biases, then BatchNorm's gains and shifts."""
+    normed = normalisation_names(module)
+    named = list(module.named_parameters())
+    for last in (False, True):
+        yield from (Piece(k, v.shape) for k, v in named if (k in normed) is last)
+
+
+def check_image(net: Net) -> None:
+    """Raises an error that a user can act on if the network does not map its images to logits."""
+    x = torch.zeros(2, *net.shape)
+    try:
+        z = net.logits(net.initial(0), x)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UserError(f"the network fails on images of shape {net.shape}: {error}") from error
+    if z.shape != (2, net.classes):
+        raise UserError(f"the network must return logits of shape (B, {net.classes}), got {tuple(z.shape)}")
+
+
+def sum_of_norms(net: Net, vectors: Tensor) -> Tensor:
+    """Σ over the network's tensors of their L2 norm, for each row: (k, P) -> (k,)."""
+    pieces: Sequence[Tensor] = vectors.split(net.sizes + net.moments, dim=1)
+    return torch.stack([piece.norm(dim=1) for piece in pieces]).sum(0)

@@ -1,0 +1,156 @@
+"""The paper's dot picture of a split: which classes each client holds, with and without labels."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from fedhassle.data.partition import ClientRow
+from fedhassle.errors import UserError
+
+# From Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}
+INK, PALE = "#333333", 0.22  # the legend's colour; how much of a colour a transparent dot keeps
+WIDEST_DOT = 0.92  # of the distance between neighbours: dots never touch
+LEFT, RIGHT, BOTTOM, TOP = 0.7, 1.75, 0.95, 0.55  # margins in inches; the legend stands in the right one
+POINTS = 72  # in an inch
+
+
+def draw_split(rows: Sequence[ClientRow], path: str | Path, title: str) -> None:
+    """Draws clients against classes, with dots whose area is the number of samples.
+
+    The filled middle of a dot is its labelled part, the transparent ring around it the unlabelled part.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"a picture of a split ends in .png or .svg, got {path.name!r}")
+    if not rows:
+        raise UserError("a picture of a split needs at least one client, got none")
+    labelled = np.array([row.labelled_counts for row in rows])  # (K, M)
+    samples = labelled + np.array([row.unlabelled_counts for row in rows])
+    figure, axes, cell = _canvas(*labelled.shape)
+    largest = max(int(samples.max()), 1)
+    scale = (WIDEST_DOT * cell * POINTS) ** 2 / largest  # points² for one sample
+    for counts, filled in ((samples, False), (labelled, True)):
+        _draw_dots(axes, counts * scale, [row.kind for row in rows], filled)
+    _mark_clients(axes, [row.kind for row in rows], cell, inch=1 / (labelled.shape[1] * cell))
+    _mark_classes(axes, labelled.shape[1], cell)
+    _explain(axes, {row.kind for row in rows}, largest, scale)
+    axes.set_title(title, loc="left", fontsize=11, pad=9)
+    _write(figure, path)
+
+
+def _canvas(clients: int, classes: int) -> tuple[Figure, Axes, float]:
+    """A figure of square cells as large as the page allows, and their width in inches."""
+    most = max(clients, classes)
+    cell = min(0.42, max(9 / most, min(0.14, 24 / most)))
+    width, height = LEFT + clients * cell + RIGHT, BOTTOM + max(classes * cell, 1.4) + TOP
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    base = height - TOP - classes * cell  # the cells hang from the title, however few
+    axes = figure.add_axes((LEFT / width, base / height, clients * cell / width, classes * cell / height))
+    axes.set_xlim(0.5, clients + 0.5)
+    axes.set_ylim(-0.5, classes - 0.5)
+    axes.set_axisbelow(True)
+    axes.grid(color="#ECECEC", linewidth=0.6)
+    axes.spines[:].set_color("#BBBBBB")
+    axes.tick_params(length=0, labelsize=8)
+    return figure, axes, cell
+
+
+def _draw_dots(axes: Axes, areas: npt.NDArray[np.float64], kinds: Sequence[str], filled: bool) -> None:
+    """One dot for each client and class with samples, all in one collection."""
+    clients, classes = np.nonzero(areas)
+    colours = np.array([COLOURS[kind] for kind in kinds])[clients]
+    x, y, s = clients + 1, classes, areas[clients, classes]
+    if filled:
+        axes.scatter(x, y, s, c=colours, linewidths=0, gid="labelled")
+    else:
+        axes.scatter(x, y, s, c=colours, linewidths=0, alpha=PALE, gid="unlabelled")
+        axes.scatter(x, y, s, facecolors="none", edgecolors=colours.tolist(), linewidths=0.7, gid="outline")
+
+
+def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) -> None:
+    """Numbers the clients and underlines each run of one kind; `inch` is one in heights of the axes."""
+    axes.set_xticks(_ticks(1, len(kinds), cell, apart=0.3))
+    under = axes.get_xaxis_transform()  # clients across, shares of the axes down
+    begin = 0.5
+    for kind, run in itertools.groupby(kinds):
+        length = len(list(run))
+        look: dict[str, Any] = {"color": COLOURS[kind], "transform": under, "clip_on": False, "gid": f"kind {kind}"}
+        axes.add_patch(
+            Rectangle((begin + 0.06, -0.31 * inch), length - 0.12, 0.05 * inch, linewidth=0, **look)
+        )
+        if length * cell > 0.08 * len(kind):  # else the word is wider than the run; the legend has it
+            axes.text(begin + length / 2, -0.36 * inch, kind, fontsize=8.5, ha="center", va="top", **look)
+        begin += length
+    axes.text(0.5, -0.58 * inch, "client", transform=axes.transAxes, fontsize=9.5, ha="center", va="top")
+
+
+def _mark_classes(axes: Axes, classes: int, cell: float) -> None:
+    """Numbers the classes from 0."""
+    axes.set_yticks(_ticks(0, classes - 1, cell, apart=0.13))
+    axes.set_ylabel("class", fontsize=9.5)
+
+
+def _ticks(first: int, last: int, cell: float, apart: float) -> list[int]:
+    """The multiples of the smallest round step that keeps their labels apart."""
+    step = next(step for step in _round_numbers() if step * cell >= apart)
+    return [number for number in range(first, last + 1) if number % step == 0] or [first]
+
+
+def _round_numbers() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50 and so on."""
+    return (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+
+
+def _explain(axes: Axes, kinds: set[str], largest: int, scale: float) -> None:
+    """The legend: what filled and transparent mean, the kinds of clients, and the size of a dot."""
+    # A round number of samples whose dot is no taller than a line of the legend.
+    known = max(itertools.takewhile(lambda number: 3 * number <= largest, _round_numbers()), default=1)
+    handles = [
+        _key("labelled", "o", INK, 9),
+        _key("unlabelled", "o", INK, 9, face=(INK, PALE)),
+        *(_key(f"{kind} client", "s", COLOURS[kind], 7) for kind in COLOURS if kind in kinds),
+        _key(f"{known:,} sample{'s' * (known > 1)}", "o", INK, (known * scale) ** 0.5, face="white"),
+    ]
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.6,
+        frameon=False,
+        fontsize=8.5,
+        labelspacing=1.1,
+    )
+
+
+def _key(
+    label: str, marker: str, colour: str, size: float, face: str | tuple[str, float] | None = None
+) -> Line2D:
+    """One line of the legend."""
+    key = Line2D([], [], linestyle="", marker=marker, markersize=size, label=label)
+    key.set_markeredgewidth(0.7)
+    key.set_markeredgecolor(colour)
+    key.set_markerfacecolor(face or colour)
+    return key
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Writes the picture whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(unfinished, format=path.suffix[1:], dpi=160)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""What a user asks for: a preset or TOML file, then KEY=VALUE. Knows no setting, and starts fast."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedhassle.errors import UserError
+from fedhassle.names import nearest
+
+Settings = dict[str, Any]
+
+SHORT = ("data", "method")  # tables whose name alone may stand for them: method="fedavg"
+
+
+class Requested(NamedTuple):
+    """Layers of settings, the later ones over the earlier; each holds only what differs from the paper's."""
+
+    layers: tuple[Settings, ...]
+
+    def get(self, table: str, key: str, default: str) -> str:
+        """A setting of a table, from the last layer that has it."""
+        found = [layer[table][key] for layer in self.layers if key in layer.get(table, {})]
+        return str(found[-1]) if found else default
+
+
+def request(config: str | None, changes: Sequence[str] | Mapping[str, Any]) -> Requested:
+    """The layers of a preset or file and of changes, written KEY=VALUE or as a mapping with dotted keys."""
+    pairs = changes.items() if isinstance(changes, Mapping) else [key_value(change) for change in changes]
+    layer: Settings = {}
+    for key, value in pairs:
+        layer = overlaid(layer, expanded(nested(key, value)))
+    return Requested((read(config or "quick"), layer))
+
+
+def read(config: str) -> Settings:
+    """A preset by name, or a TOML file."""
+    if config in presets():
+        text, where = resources.files("fedhassle").joinpath("presets", f"{config}.toml").read_text("utf-8"), config
+    elif config.endswith(".toml"):
+        try:
+            text, where = Path(config).read_text("utf-8"), config
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the settings file {config} cannot be read: {error}") from error
+    else:
+        hint = nearest(config, presets())
+        raise UserError(
+            f"unknown preset {config!r}{hint} (presets are {', '.join(presets())}; a file of settings ends in "
+            ".toml; a single setting is written KEY=VALUE)"
+        )
+    try:
+        return expanded(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} is not valid TOML: {error}") from error
+
+
+def presets() -> list[str]:
+    """The names of the shipped presets."""
+    files = resources.files("fedhassle").joinpath("presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def key_value(change: str) -> tuple[str, Any]:
+    """KEY=VALUE: the value as TOML, a bare word as a string."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise UserError(f"{change!r} is no setting: write KEY=VALUE, such as rounds=50 or split.alpha=0.5")
+    try:
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()
+
+
+def nested(key: str, value: Any) -> Settings:
+    """`a.b = value` as tables."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    result: Settings = value
+    return result
+
+
+def expanded(settings: Settings) -> Settings:
+    """`method = "x"` as `method.name = "x"`, and so for the other short tables."""
+    return {k: {"name": v} if k in SHORT and not isinstance(v, dict) else v for k, v in settings.items()}
+
+
+def overlaid(below: Settings, above: Settings) -> Settings:
+    """Two layers as one: tables are merged, anything else above replaces what is below."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        # A layout of labels is one value, however it is written.
+        merged[key] = overlaid(below[key], value) if both and key != "labels" else value
+    return merged
+
+
+def to_json(requested: Requested) -> str:
+    """The layers as JSON."""
+    return json.dumps(requested.layers, default=str)
+
+
+def from_json(text: str) -> Requested:
+    """What `to_json` wrote."""
+    return Requested(tuple(json.loads(text)))

@@ -1,0 +1,108 @@
+"""Algorithm 1: rounds of selecting, training and merging, wherever the clients are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from fedhassle.errors import UserError
+from fedhassle.method import Client, Method, Update
+from fedhassle.randomness import generator
+from fedhassle.vectors import Arrays, all_finite, size_in_bytes
+
+log = logging.getLogger("fedhassle")
+
+
+class Reply(NamedTuple):
+    """One client's answer in a round, and the bytes that went each way."""
+
+    update: Update
+    bytes_down: int
+    bytes_up: int
+
+
+class Federation(Protocol):
+    """Where clients train: in this process, or over a network."""
+
+    memory: dict[str, Arrays]  # what each client keeps between rounds; empty where clients keep it themselves
+
+    @property
+    def clients(self) -> Sequence[Client]:
+        """All of them, in a fixed order."""
+        ...
+
+    def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> Sequence[Reply]:
+        """Round t of the clients that are sent a message, in the order of the messages."""
+        ...
+
+
+class Plan(NamedTuple):
+    """How long a run is, and who takes part."""
+
+    rounds: int = 200  # T
+    clients_per_round: int = 8  # C
+    seed: int = 0
+
+
+class Round(NamedTuple):
+    """What a round left behind."""
+
+    t: int
+    state: Arrays
+    clients: tuple[Client, ...]  # those drawn
+    replies: tuple[Reply, ...]  # those merged
+
+
+class Diverged(UserError):
+    """Every update of a round held NaN or infinite values."""
+
+
+def federate(
+    method: Method, federation: Federation, plan: Plan, state: Arrays, first: int = 1
+) -> Iterator[Round]:
+    """Algorithm 1, from round `first` on; a run that is cut goes on from any state."""
+    for t in range(first, plan.rounds + 1):
+        clients = select(federation.clients, plan, t)
+        asked = [client for client in clients if method.phases(client, t)]
+        messages = [(client, method.message(state, client, t)) for client in asked]
+        replies = sound(federation.train(method, messages, t), t)
+        updates = [reply.update for reply in replies]
+        state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
+        tell_untrained(method, updates, t)
+        yield Round(t, state, clients, replies)
+
+
+def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
+    """The C clients of round t, in the federation's order."""
+    rng = generator(plan.seed, t, "select")
+    drawn = rng.choice(len(clients), min(plan.clients_per_round, len(clients)), replace=False)
+    return tuple(clients[k] for k in sorted(drawn.tolist()))
+
+
+def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
+    """The replies without NaN or infinity; the clients of the others are named, and drop out of the round."""
+    finite = [all_finite(reply.update.arrays) for reply in replies]
+    good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)
+    bad = [reply.update.client.name for reply, ok in zip(replies, finite, strict=True) if not ok]
+    if bad and not good:
+        raise Diverged(
+            f"round {t}: the updates of all clients ({', '.join(bad)}) hold NaN or infinite values; the last "
+            "good checkpoint stays. Try a smaller method.lr, or gradient clipping (method.clip=1)."
+        )
+    if bad:
+        log.warning("round %d: dropped %s: NaN or infinite values in the update", t, ", ".join(bad))
+    return good
+
+
+def tell_untrained(method: Method, updates: Sequence[Update], t: int) -> None:
+    """Logs which models nobody trained in this round, because no client drawn could."""
+    trainable = {name for phase in method.phases(Client("any", 1, 1), t) for name in phase.trained}
+    missing = sorted(trainable - {name for update in updates for name in update.arrays})
+    if missing:
+        log.info("round %d: no client drawn trains %s: kept as before", t, ", ".join(missing))
+
+
+def reply(update: Update, message: Arrays) -> Reply:
+    """An update with what it cost to get it."""
+    return Reply(update, size_in_bytes(message), size_in_bytes(update.arrays))

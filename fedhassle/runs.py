@@ -1,0 +1,238 @@
+"""A run on disk: metrics as they come, checkpoints, and at the end a summary and the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fedhassle.checkpoints import Checkpoint, load_checkpoint, save_checkpoint, write_arrays
+from fedhassle.errors import UserError
+from fedhassle.files import write_json, write_text
+from fedhassle.method import Client, Method
+from fedhassle.rounds import Federation, Plan, Reply, Round, federate
+from fedhassle.vectors import Arrays
+
+log = logging.getLogger("fedhassle")
+
+Metrics = dict[str, Any]
+"""One line of metrics.jsonl: a round that was evaluated, and what happened since the line before."""
+
+KINDS = ("full", "partial", "unlabelled")
+LAST = 10  # evaluations whose mean is the headline (ruling 20)
+
+
+class Folder(NamedTuple):
+    """Where a run keeps its files."""
+
+    path: Path
+
+    @property
+    def request(self) -> Path:
+        """What was asked for, until it is resolved: a run can be taken up from its first second on."""
+        return self.path / "request.json"
+
+    @property
+    def config(self) -> Path:
+        """The settings, as resolved."""
+        return self.path / "config.toml"
+
+    @property
+    def split(self) -> Path:
+        """Who holds which samples."""
+        return self.path / "split.npz"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON per evaluated round."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """A whole result in one small file; its presence says that the run is finished."""
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The final state with all that prediction needs."""
+        return self.path / "model.safetensors"
+
+    @property
+    def curves(self) -> Path:
+        """A picture of the accuracy by round."""
+        return self.path / "curves.png"
+
+    @property
+    def log(self) -> Path:
+        """What the run had to say."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What the run goes on from after a crash."""
+        return self.path / "checkpoints"
+
+
+class Step(NamedTuple):
+    """A finished round as an onlooker sees it."""
+
+    t: int
+    clients: tuple[Client, ...]
+    metrics: Metrics | None  # where the round was evaluated
+    seconds: float
+
+
+def conduct(
+    folder: Folder,
+    method: Method,
+    federation: Federation,
+    plan: Plan,
+    evaluate: Callable[[Arrays], dict[str, float]],
+    evaluate_every: int,
+    device: torch.device,
+) -> Iterator[Step]:
+    """Carries a run to its end, from its last checkpoint if it has one; yields after every round."""
+    start = begin(folder, method, federation, plan.seed, device)
+    history, tally = start.history, Tally()
+    clock = time.perf_counter()
+    for done in federate(method, federation, plan, start.state, start.t + 1):
+        tally.add(done)
+        metrics = None
+        if done.t % evaluate_every == 0 or done.t == plan.rounds:
+            scores = evaluate(done.state)
+            metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
+            clock, tally = time.perf_counter(), Tally()
+            history = [*history, metrics]
+            append(folder.metrics, metrics)
+            save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, federation.memory, history))
+        yield Step(done.t, done.clients, metrics, time.perf_counter() - clock)
+
+
+def begin(
+    folder: Folder, method: Method, federation: Federation, seed: int, device: torch.device
+) -> Checkpoint:
+    """Where the run stands: its last whole checkpoint, or before round 1; the metrics on disk follow it."""
+    found = load_checkpoint(folder.checkpoints, device)
+    if found is None:
+        found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, {}, [])
+    federation.memory.update(found.memory)
+    write_text(folder.metrics, "".join(line(metrics) for metrics in found.history))
+    return found
+
+
+def line(metrics: Metrics) -> str:
+    """A line of metrics.jsonl."""
+    return json.dumps(metrics, allow_nan=False) + "\n"
+
+
+def append(path: Path, metrics: Metrics) -> None:
+    """Adds a line to the metrics."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line(metrics))
+
+
+class Tally:
+    """What happened in the rounds since the last evaluation."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.drawn: list[Client] = []
+
+    def add(self, done: Round) -> None:
+        """Takes in a round, but for the models, which would fill the memory."""
+        self.replies.extend(r._replace(update=r.update._replace(arrays={})) for r in done.replies)
+        self.drawn.extend(done.clients)
+
+    def metrics(self, t: int, scores: dict[str, float], seconds: float) -> Metrics:
+        """One line of metrics; what is not known is None."""
+        return {
+            "round": t,
+            "accuracy": scores,
+            "loss": self.losses(),
+            "pseudo_label_accuracy": self.labelling(),
+            "bytes_down": self.by_kind([r.bytes_down for r in self.replies]),
+            "bytes_up": self.by_kind([r.bytes_up for r in self.replies]),
+            "clients": {kind: sum(c.kind == kind for c in self.drawn) for kind in KINDS},
+            "seconds": round(seconds, 3),
+        }
+
+    def losses(self) -> dict[str, float | None]:
+        """Mean loss of each model over the clients that trained it, by samples."""
+        updates = [reply.update for reply in self.replies]
+        names = dict.fromkeys(name for update in updates for name in update.losses)
+        return {name: finite(self.loss(name)) for name in names}
+
+    def loss(self, name: str) -> float:
+        """One model's mean loss."""
+        updates = [reply.update for reply in self.replies if name in reply.update.losses]
+        total = sum(update.samples[name] for update in updates)
+        return sum(float(u.losses[name]) * u.samples[name] for u in updates) / total
+
+    def labelling(self) -> float | None:
+        """The share of pseudo-labels that are right; None where none was given or the truth is not known."""
+        counts = [r.update.labelling for r in self.replies if r.update.labelling is not None]
+        right, given = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
+        return right / given if given else None
+
+    def by_kind(self, amounts: Sequence[int]) -> dict[str, int]:
+        """Amounts, one per reply, added up by kind of client."""
+        pairs = list(zip(self.replies, amounts, strict=True))
+        return {kind: sum(n for r, n in pairs if r.update.client.kind == kind) for kind in KINDS}
+
+
+def finite(value: float) -> float | None:
+    """None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
+    """For each prediction the last accuracy, the best, and the mean of the last ten (ruling 20)."""
+    curves = {name: [m["accuracy"][name] for m in history] for name in history[-1]["accuracy"]}
+    return {
+        name: {
+            "last": curve[-1],
+            "best": max(curve),
+            "mean_of_last": statistics.fmean(curve[-LAST:]),
+        }
+        for name, curve in curves.items()
+    }
+
+
+def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
+    """Writes the model, then the summary, from the last checkpoint; returns the summary."""
+    last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
+    if last is None:
+        raise RuntimeError(f"{folder.path} has no checkpoint to finish from")
+    scores = final_scores(last.history)
+    write_arrays(folder.model, last.state, about_model | {"scores": scores})
+    summary = {
+        **about_run,
+        "rounds": last.t,
+        "headline": method.headline,
+        "accuracy": scores,
+        "seconds": round(sum(m["seconds"] for m in last.history), 1),
+        "history": last.history,
+    }
+    write_json(folder.summary, summary)
+    return summary
+
+
+def read_summary(path: Path) -> Metrics:
+    """The summary of a finished run, by its folder or by the file itself."""
+    file = Folder(path).summary if path.is_dir() else path
+    try:
+        summary: Metrics = json.loads(file.read_text("utf-8"))
+        summary["accuracy"], summary["history"], summary["method"], summary["headline"]
+    except FileNotFoundError as error:
+        hint = f": finish the run with fedhassle resume {path}" if Folder(path).config.exists() else ""
+        raise UserError(f"{file} does not exist{hint}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is no summary of a run: {error}") from error
+    return summary

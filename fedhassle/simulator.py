@@ -1,0 +1,60 @@
+"""A federation in this process: every client's data in one table of images on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fedhassle.data.datasets import Dataset
+from fedhassle.data.partition import Split
+from fedhassle.data.views import Views, make_views
+from fedhassle.local import Samples, Site, train
+from fedhassle.method import Client, Method
+from fedhassle.rounds import Reply, reply
+from fedhassle.vectors import Arrays, all_finite
+
+
+class Simulator:
+    """Clients that train one after another on one device."""
+
+    def __init__(self, dataset: Dataset, split: Split, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.views = dataset_views(dataset, device)
+        self.images = torch.from_numpy(dataset.x_train).to(device)
+        self.y = torch.from_numpy(dataset.y_train).to(device)
+        self.rows = {
+            name: (tensor(labelled, device), tensor(unlabelled, device))
+            for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True)
+        }
+        self.clients: Sequence[Client] = tuple(
+            Client(name, len(labelled), len(unlabelled)) for name, (labelled, unlabelled) in self.rows.items()
+        )
+        self.memory: dict[str, Arrays] = {}  # what clients keep between rounds
+
+    def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> list[Reply]:
+        """Round t of the clients that are sent a message."""
+        return [self._train_one(method, client, message, t) for client, message in messages]
+
+    def _train_one(self, method: Method, client: Client, message: Arrays, t: int) -> Reply:
+        update, kept = train(method, self.site(client), message, self.memory.get(client.name), t, self.seed)
+        if kept and all_finite(update.arrays | kept):  # a client that drops out of the round keeps what it had
+            self.memory[client.name] = kept
+        return reply(update, message)
+
+    def site(self, client: Client) -> Site:
+        """Where a client trains."""
+        labelled, unlabelled = self.rows[client.name]
+        samples = Samples(self.images, labelled, self.y[labelled], unlabelled, self.y[unlabelled])
+        return Site(client, samples, self.views)
+
+
+def dataset_views(dataset: Dataset, device: torch.device) -> Views:
+    """The views of a data set's images, on a device."""
+    return make_views(dataset.mean, dataset.std, dataset.flip, dataset.crop, device)
+
+
+def tensor(rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Row numbers as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(rows, np.int64)).to(device)

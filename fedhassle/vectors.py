@@ -1,0 +1,36 @@
+"""Federated arithmetic: models are flat vectors, so each operation is a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Arrays = dict[str, Tensor]
+"""What travels, is kept and is averaged: one 1-D tensor per name."""
+
+
+def mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ n_k·w_k / Σ n_k (Eqs. 1, 2 and 10)."""
+    total = sum(weights)
+    result = torch.zeros_like(vectors[0])
+    for vector, weight in zip(vectors, weights, strict=True):
+        result.add_(vector, alpha=weight / total)
+    return result
+
+
+def squared_distance(a: Tensor, b: Tensor) -> Tensor:
+    """‖a − b‖²."""
+    return (a - b).square().sum()
+
+
+def size_in_bytes(arrays: Arrays) -> int:
+    """The bytes of all entries: what a message costs."""
+    return sum(v.numel() * v.element_size() for v in arrays.values())
+
+
+def all_finite(arrays: Arrays) -> bool:
+    """Whether no entry is NaN or infinite (one synchronisation with the device)."""
+    checks = [torch.isfinite(v).all() for v in arrays.values()]
+    return not checks or bool(torch.stack(checks).all())

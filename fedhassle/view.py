@@ -1,0 +1,116 @@
+"""What a person sees while a run is going on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedhassle.method import Client
+from fedhassle.runs import Metrics, Step
+
+LABELS = {"SM": "SM  supervised + residual", "UM": "UM  unsupervised + residual", "EM": "EM  mean of SM and UM"}
+
+
+def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
+    """Shows each round as it ends."""
+    with messages_on(console):
+        if console.is_terminal:
+            follow_live(steps, rounds, headline, console)
+        else:
+            follow_plainly(steps, rounds, console)
+
+
+def follow_live(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
+    """One line that moves: rounds done and left, time, accuracy so far, the round's clients."""
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[score]}", style="bold"),
+        TextColumn("{task.fields[clients]}", style="dim"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=rounds, score="", clients="starting")
+        for step in steps:
+            progress.update(task, completed=step.t, clients=kinds(step.clients))
+            if step.metrics is not None:
+                progress.update(task, score=f"{headline} {step.metrics['accuracy'][headline]:.1%}")
+
+
+def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None:
+    """A line for each evaluated round."""
+    for step in steps:
+        if step.metrics is not None:
+            parts = [f"round {step.t}/{rounds}", scores(step.metrics), kinds(step.clients), f"{step.metrics['seconds']:.1f} s"]
+            console.print("  ".join(parts), highlight=False, soft_wrap=True)
+
+
+def scores(metrics: Metrics) -> str:
+    """Accuracies in one line."""
+    return "  ".join(f"{name} {value:.1%}" for name, value in metrics["accuracy"].items())
+
+
+def kinds(clients: Sequence[Client]) -> str:
+    """The clients of a round, counted by kind."""
+    count = Counter(client.kind for client in clients)
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
+
+
+@contextmanager
+def messages_on(console: Console) -> Iterator[None]:
+    """Prints what the library has to say above the live line."""
+    handler = RichHandler(console=console, show_path=False, show_time=False, show_level=False, markup=False)
+    logger = logging.getLogger("fedhassle")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def final_table(summary: Metrics) -> Table:
+    """The accuracies of a finished run."""
+    title = f"{summary['method']} on {summary['data']}, {summary['rounds']} rounds, seed {summary['seed']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("prediction")
+    for column in ("last 10 evaluations", "last", "best"):
+        table.add_column(column, justify="right")
+    for name, score in summary["accuracy"].items():
+        figures = [f"{100 * score[key]:.2f} %" for key in ("mean_of_last", "last", "best")]
+        style = "bold" if name == summary["headline"] else None
+        table.add_row(LABELS.get(name, name), *figures, style=style)
+    return table
+
+
+def comparison_table(summaries: dict[str, Metrics]) -> Table:
+    """Runs side by side, a row for each prediction."""
+    table = Table(title="accuracy: mean of the last 10 evaluations", title_justify="left")
+    for column in ("run", "method", "data", "seed"):
+        table.add_column(column)
+    for column in ("prediction", "accuracy", "last", "best", "rounds", "MB up", "minutes"):
+        table.add_column(column, justify="right")
+    best = max(score["mean_of_last"] for s in summaries.values() for score in s["accuracy"].values())
+    for label, summary in summaries.items():
+        about = [label, summary["method"], summary["data"], str(summary["seed"])]
+        cost = [str(summary["rounds"]), f"{megabytes(summary):.0f}", f"{summary['seconds'] / 60:.1f}"]
+        for name, score in summary["accuracy"].items():
+            figures = [f"{100 * score[key]:.2f}" for key in ("mean_of_last", "last", "best")]
+            style = "bold" if score["mean_of_last"] == best else None
+            table.add_row(*about, name, *figures, *cost, style=style)
+            about, cost = [""] * 4, [""] * 3
+    return table
+
+
+def megabytes(summary: Metrics) -> float:
+    """All that clients sent."""
+    return sum(sum(m["bytes_up"].values()) for m in summary["history"]) / 1e6
