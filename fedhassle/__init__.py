@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedhassle.api import Result, run
     from fedhassle.errors import UserError
-    from fedhassle.method import Batch, Client, Descent, Method, Model, Models, Phase, SGD, Stream, Update
+    from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
     from fedhassle.model import load
 
 _HOME = {

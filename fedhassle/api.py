@@ -46,4 +46,3 @@ def run(
     for _ in carry_out(launched):
         pass
     return Result(launched.folder.path, read_summary(launched.folder.path))
-

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedhassle.errors import UserError
+from fedhassle.errors import DivergedError, UserError
 from fedhassle.requested import Requested, request
 
 if TYPE_CHECKING:
@@ -34,9 +34,13 @@ console = Console()
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A preset (quick, paper) or a TOML file; then settings."),
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...", help="A preset (quick, paper) or a TOML file; then settings."
+    ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 
 
@@ -87,7 +91,8 @@ def follow_to_the_end(launched: Run) -> None:
     settings, path = launched.settings, launched.folder.path
     console.print(
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; files in {path}",
+        f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; "
+        f"files in {path}",
         highlight=False,
         soft_wrap=True,
     )
@@ -131,7 +136,11 @@ def split(
     if save is not None:
         made.save(save)
     if as_json:
-        result = {"hash": made.hash, "notes": list(made.notes), "clients": [plain(asdict(row)) for row in rows]}
+        result = {
+            "hash": made.hash,
+            "notes": list(made.notes),
+            "clients": [plain(asdict(row)) for row in rows],
+        }
         typer.echo(json.dumps(result, indent=1))
         return
     console.print(split_table(rows, made.hash))
@@ -167,8 +176,12 @@ def split_table(rows: Sequence[Any], digest: str) -> Table:
 
 @app.command()
 def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")],
-    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path("compare.png"),
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")
+    ],
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path(
+        "compare.png"
+    ),
 ) -> None:
     """Print runs side by side and draw their curves together."""
     from fedhassle.report.curves import draw_curves
@@ -202,10 +215,21 @@ def data_list(data_dir: DataDir = None) -> None:
 
     folder = data_folder(data_dir)
     for entry in CATALOGUE.values():
-        here = "shipped" if not entry.sources else "here" if (folder / f"{entry.name}.npz").exists() else "to download"
+        here = (
+            "shipped"
+            if not entry.sources
+            else "here"
+            if (folder / f"{entry.name}.npz").exists()
+            else "to download"
+        )
         counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
-        console.print(f"{entry.name:12} {counts:38} {here:12} {entry.description}", highlight=False, soft_wrap=True)
-    console.print(f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path", soft_wrap=True)
+        console.print(
+            f"{entry.name:12} {counts:38} {here:12} {entry.description}", highlight=False, soft_wrap=True
+        )
+    console.print(
+        f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path",
+        soft_wrap=True,
+    )
 
 
 def main() -> None:
@@ -221,9 +245,7 @@ def guarded(command: Callable[[], object]) -> int:
     except UserError as error:
         typer.echo(f"fedhassle: {error}", err=True)
         return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "Diverged":
-            raise
+    except DivergedError as error:
         typer.echo(f"fedhassle: {error}", err=True)
         return 1
     return 0

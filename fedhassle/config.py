@@ -35,11 +35,13 @@ class DataSettings(BaseModel):
     model_config = STRICT
     name: str = "fmnist-mini"  # a name of `fedhassle data list`, or the path of an .npz
     folder: str | None = None  # where named data sets lie
-    holdout: float = Field(0.0, ge=0, lt=1)  # this share of the training images stands in for the test images
+    holdout: float = Field(
+        default=0.0, ge=0, lt=1
+    )  # this share of the training images stands in for the test images
     mean: list[float] | None = None
     std: list[float] | None = None
     flip: bool | None = None
-    crop: int | None = Field(None, ge=0)
+    crop: int | None = Field(default=None, ge=0)
 
 
 class SplitSettings(BaseModel):
@@ -53,7 +55,7 @@ class SplitSettings(BaseModel):
     labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
-    seed: int | None = Field(None, ge=0)  # else the run's
+    seed: int | None = Field(default=None, ge=0)  # else the run's
     file: str | None = None  # a saved split, in place of all the above
 
 
@@ -75,12 +77,12 @@ class Settings(BaseModel):
     model_config = STRICT
     data: DataSettings = DataSettings()
     net: str | None = None  # a name, or the import path of an nn.Module class; else the data set's
-    seed: int = Field(0, ge=0)
-    rounds: int = Field(200, ge=1)  # T
-    clients_per_round: int = Field(8, ge=1)  # C
-    evaluate_every: int = Field(2, ge=1)
+    seed: int = Field(default=0, ge=0)
+    rounds: int = Field(default=200, ge=1)  # T
+    clients_per_round: int = Field(default=8, ge=1)  # C
+    evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0)  # of the CPU; 0: chosen here
+    threads: int = Field(default=0, ge=0)  # of the CPU; 0: chosen here
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
@@ -200,7 +202,9 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
     if "std" in given and min(given["std"]) <= 0:
         raise UserError(f"data.std must be positive, got {list(given['std'])}")
     if given.get("crop", 0) >= min(dataset.shape[1:]):
-        raise UserError(f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}")
+        raise UserError(
+            f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}"
+        )
     dataset = dataclasses.replace(dataset, **given)
     return datasets.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 

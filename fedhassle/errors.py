@@ -8,6 +8,10 @@ class UserError(ValueError):
     """
 
 
+class DivergedError(RuntimeError):
+    """A run that cannot go on: every update of a round held NaN or infinite values."""
+
+
 def require(holds: bool, message: str) -> None:
     """Raises `UserError(message)` unless the condition holds."""
     if not holds:

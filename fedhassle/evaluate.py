@@ -16,7 +16,7 @@ BATCH = 1000  # images a pass
 def accuracy(method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views) -> dict[str, float]:
     """The share of images (N, H, W, C) that each prediction gets right (one synchronisation)."""
     right: dict[str, Tensor] = {}
-    for pixels, labels in zip(images.split(BATCH), y.split(BATCH), strict=True):
+    for pixels, labels in zip(torch.split(images, BATCH), torch.split(y, BATCH), strict=True):
         for name, z in method.predict(state, views.normalise(pixels)).items():
             hits = (z.argmax(1) == labels).sum()
             right[name] = right[name] + hits if name in right else hits

@@ -68,7 +68,9 @@ def claim(requested: Requested, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
     folder = Folder(Path(out) if out else default_folder(requested))
     if folder.request.exists() or folder.config.exists():
-        raise UserError(f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out")
+        raise UserError(
+            f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out"
+        )
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
         raise UserError(f"{folder.path} exists and is not an empty folder: choose another --out")
     write_text(folder.request, to_json(requested))
@@ -77,7 +79,10 @@ def claim(requested: Requested, out: Path | None) -> Folder:
 
 def default_folder(requested: Requested) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
-    words = [requested.get("method", "name", "hassle"), Path(requested.get("data", "name", "fmnist-mini")).stem]
+    words = [
+        requested.get("method", "name", "hassle"),
+        Path(requested.get("data", "name", "fmnist-mini")).stem,
+    ]
     name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")]).replace(":", ".")
     path, number = Path("runs") / name, 2
     while path.exists():
@@ -118,7 +123,8 @@ def prepare(folder: Folder) -> Run:
     split.check(len(dataset.y_train))
     if settings.clients_per_round > len(split.names):
         raise UserError(
-            f"clients_per_round={settings.clients_per_round} is more than the {len(split.names)} clients there are"
+            f"clients_per_round={settings.clients_per_round}: there are {len(split.names)} clients; take at most "
+            "as many"
         )
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
     split.save(folder.split)

@@ -117,7 +117,7 @@ def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict
 def label(stream: Stream, site: Site, received: Models) -> Tensor:
     """One stream's labels (n,), in large batches."""
     assert stream.labels is not None
-    batches = site.samples.rows(stream.part).split(LABELLING_BATCH)
+    batches = torch.split(site.samples.rows(stream.part), LABELLING_BATCH)
     images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
     return torch.cat([stream.labels(received, x) for x in images])
 
@@ -132,7 +132,7 @@ def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | 
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
-    """Buffers for all steps of a job: the vectors to start from, fresh momentum, the whole walk, every draw."""
+    """Buffers for all steps of a job: start vectors, fresh momentum, the whole walk, every draw."""
     phase, networks, device = job.phase, job.networks, job.site.samples.images.device
     names = dict.fromkeys([*phase.trained, *kept])
     parts = {k: networks[k].parts(start[k]) if k in networks else (start[k], start[k][:0]) for k in names}

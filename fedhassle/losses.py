@@ -1,4 +1,4 @@
-"""Each formula once. Shapes: z (B, M) logits, p (B, M) probabilities, y (B,) labels, −1 = nothing to learn."""
+"""Each formula once. Shapes: z (B, M) logits; y (B,) labels, −1 = nothing to learn."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def kl_divergence(target: Tensor, z: Tensor) -> Tensor:
 
 
 def hard_labels(z: Tensor, threshold: float = 0.0) -> Tensor:
-    """argmax of the logits (Eq. 5); −1 where the confidence is below `threshold`."""
+    """Argmax of the logits (Eq. 5); −1 where the confidence is below `threshold`."""
     confidence, y = z.softmax(1).max(1)
     return torch.where(confidence >= threshold, y, -1)

@@ -82,12 +82,14 @@ class Stream:
     part: Part
     batch: int = 128
     views: tuple[str, ...] = ("weak",)  # independent augmentations of each sample
-    labels: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> y, once a round on clean images
+    labels: Callable[[Models, Tensor], Tensor] | None = (
+        None  # (received, x) -> y, once a round on clean images
+    )
     online: bool = False  # … or at every step, on the first view
 
 
 class SGD(NamedTuple):
-    """Clip the gradient's norm (0: do not), add weight decay, then momentum; fresh for every client and round."""
+    """Clip the gradient (0: do not), add weight decay, then momentum; fresh for every client and round."""
 
     lr: float = 0.1
     momentum: float = 0.9

@@ -40,9 +40,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def predict(self, images: np.ndarray, mode: str | None = None) -> Prediction:
-        """Classes and probabilities of images (N, H, W, C) or (N, H, W), uint8; `mode`: SM, UM, EM, …"""
+        """Classes and probabilities of images (N, H, W, C) or (N, H, W), uint8; `mode`: SM, UM or EM."""
         pixels = torch.from_numpy(self.checked(images))
-        batches = [self.method.predict(self.state, self.views.normalise(x)) for x in pixels.split(BATCH)]
+        batches = [
+            self.method.predict(self.state, self.views.normalise(x)) for x in torch.split(pixels, BATCH)
+        ]
         chosen = self.method.headline if mode is None else mode
         known = {name.lower(): name for name in batches[0]}
         if chosen.lower() not in known:
@@ -56,7 +58,9 @@ class TrainedModel:
         array = images[..., None] if images.ndim == 3 and channels == 1 else images
         expected = (height, width, channels)
         if array.ndim != 4 or array.shape[1:] != expected or array.dtype != np.uint8 or not len(array):
-            raise UserError(f"expected uint8 images (N, {height}, {width}, {channels}), got {images.dtype} {images.shape}")
+            raise UserError(
+                f"expected uint8 images (N, {height}, {width}, {channels}), got {images.dtype} {images.shape}"
+            )
         return np.ascontiguousarray(array)
 
 

@@ -40,7 +40,10 @@ def request(config: str | None, changes: Sequence[str] | Mapping[str, Any]) -> R
 def read(config: str) -> Settings:
     """A preset by name, or a TOML file."""
     if config in presets():
-        text, where = resources.files("fedhassle").joinpath("presets", f"{config}.toml").read_text("utf-8"), config
+        text, where = (
+            resources.files("fedhassle").joinpath("presets", f"{config}.toml").read_text("utf-8"),
+            config,
+        )
     elif config.endswith(".toml"):
         try:
             text, where = Path(config).read_text("utf-8"), config
@@ -49,7 +52,7 @@ def read(config: str) -> Settings:
     else:
         hint = nearest(config, presets())
         raise UserError(
-            f"unknown preset {config!r}{hint} (presets are {', '.join(presets())}; a file of settings ends in "
+            f"unknown preset {config!r}{hint} (there are {', '.join(presets())}; a file of settings ends in "
             ".toml; a single setting is written KEY=VALUE)"
         )
     try:

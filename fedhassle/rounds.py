@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from fedhassle.errors import UserError
+from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite, size_in_bytes
@@ -54,10 +54,6 @@ class Round(NamedTuple):
     replies: tuple[Reply, ...]  # those merged
 
 
-class Diverged(UserError):
-    """Every update of a round held NaN or infinite values."""
-
-
 def federate(
     method: Method, federation: Federation, plan: Plan, state: Arrays, first: int = 1
 ) -> Iterator[Round]:
@@ -86,7 +82,7 @@ def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
     good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)
     bad = [reply.update.client.name for reply, ok in zip(replies, finite, strict=True) if not ok]
     if bad and not good:
-        raise Diverged(
+        raise DivergedError(
             f"round {t}: the updates of all clients ({', '.join(bad)}) hold NaN or infinite values; the last "
             "good checkpoint stays. Try a smaller method.lr, or gradient clipping (method.clip=1)."
         )

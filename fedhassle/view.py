@@ -9,13 +9,24 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from fedhassle.method import Client
 from fedhassle.runs import Metrics, Step
 
-LABELS = {"SM": "SM  supervised + residual", "UM": "UM  unsupervised + residual", "EM": "EM  mean of SM and UM"}
+LABELS = {
+    "SM": "SM  supervised + residual",
+    "UM": "UM  unsupervised + residual",
+    "EM": "EM  mean of SM and UM",
+}
 
 
 def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
@@ -51,7 +62,12 @@ def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None
     """A line for each evaluated round."""
     for step in steps:
         if step.metrics is not None:
-            parts = [f"round {step.t}/{rounds}", scores(step.metrics), kinds(step.clients), f"{step.metrics['seconds']:.1f} s"]
+            parts = [
+                f"round {step.t}/{rounds}",
+                scores(step.metrics),
+                kinds(step.clients),
+                f"{step.metrics['seconds']:.1f} s",
+            ]
             console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
 

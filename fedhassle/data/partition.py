@@ -46,7 +46,7 @@ class Split:
 
     def check(self, samples: int) -> None:
         """Refuses rows beyond the training set and rows used twice."""
-        rows = np.concatenate([*self.labelled, *self.unlabelled])
+        rows, _ = _joined([*self.labelled, *self.unlabelled])
         beyond = rows[(rows < 0) | (rows >= samples)]
         if beyond.size:
             raise UserError(
@@ -411,6 +411,7 @@ def effective_classes(counts: npt.ArrayLike) -> float:
 
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
     """One row for each client."""
+    y = np.asarray(y)
     rows = []
     for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True):
         n_l, n_u = (np.bincount(y[part], minlength=classes) for part in (labelled, unlabelled))

@@ -1,6 +1,6 @@
 """HASSLE with SUMA (Shang et al., arXiv 2303.02445): the paper, equation by equation.
 
-Where the paper is silent or contradicts its script, a field below is the ruling; docs/paper.md has the reasons.
+Where the paper is silent or its script differs, a field is the ruling; docs/paper.md has the reasons.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Hassle(Method):
     residual_steps: int = 100  # batches a round that train a residual (ruling 8)
     residual_decay: float = 0.0001  # weight decay of the residuals (ruling 8)
     residual_width: float = 0.25  # channels of a residual, as a share of the dual's (ruling 13)
-    pseudo_labels: Literal["round", "online"] = "round"  # once a round, or for each augmented batch (ruling 10)
+    pseudo_labels: Literal["round", "online"] = (
+        "round"  # once a round, or for each augmented batch (ruling 10)
+    )
     threshold: float = 0.0  # confidence below which a sample gets no pseudo-label (ruling 12)
     shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
     residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
@@ -90,7 +92,9 @@ class Hassle(Method):
         slots = {"w_S": 0, "w_U": 0, "r_US": 2, "r_SU": 2} if self.shared_start else {"w_S": 0, "w_U": 1}
         slots = {"r_US": 2, "r_SU": 3} | slots
         networks = self.networks()
-        return {k: networks[k].initial(seed, slots[k]) for k in ("w_S", "w_U", "r_US", "r_SU") if k in networks}
+        return {
+            k: networks[k].initial(seed, slots[k]) for k in ("w_S", "w_U", "r_US", "r_SU") if k in networks
+        }
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """What the client's phases use and no more (ruling 21)."""
@@ -153,10 +157,8 @@ class Hassle(Method):
 
     def logits(self, side: Side, known: Models, x: Tensor) -> Tensor:
         """f(x; w^(t−1)) + f(x; r^(t)); f(x; w^(t)) as long as no residual has been trained."""
-        if side.before not in known:
-            z: Tensor = known[side.dual](x)
-            return z
-        z = known[side.before](x) + known[side.residual](x)
+        trained = side.before in known
+        z: Tensor = known[side.before](x) + known[side.residual](x) if trained else known[side.dual](x)
         return z
 
     def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:

@@ -26,9 +26,15 @@ def draw_curves(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             curve = [100 * m["accuracy"][name] for m in summary["history"]]
             shown = name if alone else label if name == "model" else f"{label} {name}"
             faint = alone and name not in ("model", "SM", "UM", "EM")
-            colour = COLOURS[len(axes.lines) % len(COLOURS)]
-            style = {"lw": 1, "ls": ":"} if faint else {"lw": 1.8, "ls": "-"}
-            axes.plot(rounds, curve, color=colour, label=shown, marker="." if len(rounds) < 3 else "", **style)
+            axes.plot(
+                rounds,
+                curve,
+                color=COLOURS[len(axes.lines) % len(COLOURS)],
+                label=shown,
+                linewidth=1 if faint else 1.8,
+                linestyle=":" if faint else "-",
+                marker="." if len(rounds) < 3 else "",
+            )
     first = next(iter(summaries.values()))
     axes.set(xlabel="round", ylabel="test accuracy (%)")
     axes.set_title(f"{first['method']} on {first['data']}" if alone else "accuracy by round", loc="left")

@@ -86,7 +86,12 @@ def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) ->
     begin = 0.5
     for kind, run in itertools.groupby(kinds):
         length = len(list(run))
-        look: dict[str, Any] = {"color": COLOURS[kind], "transform": under, "clip_on": False, "gid": f"kind {kind}"}
+        look: dict[str, Any] = {
+            "color": COLOURS[kind],
+            "transform": under,
+            "clip_on": False,
+            "gid": f"kind {kind}",
+        }
         axes.add_patch(
             Rectangle((begin + 0.06, -0.31 * inch), length - 0.12, 0.05 * inch, linewidth=0, **look)
         )

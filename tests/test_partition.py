@@ -1,0 +1,445 @@
+"""How a training set is divided among clients."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhassle.data import partition
+from fedhassle.data.layout import layout
+from fedhassle.data.partition import Split, effective_classes, split, table
+from fedhassle.errors import UserError
+
+CIFAR = np.repeat(np.arange(10), 5000)
+SMALL = np.repeat(np.arange(10), 200)
+WAYS = list(itertools.product(["balanced", "dirichlet", "iid"], ["independent", "own"]))
+
+
+def sizes(parts):
+    return [part.size for part in parts]
+
+
+def mix(y, rows):
+    """The class shares of some rows, by counting one class after another."""
+    return np.array([sum(1 for row in rows if y[row] == m) for m in range(y.max() + 1)]) / len(rows)
+
+
+@st.composite
+def requests(draw):
+    clients = draw(st.integers(1, 8))
+    samples = draw(st.integers(4 * clients + 4, 400))
+    size = draw(st.none() | st.integers(4, samples // clients))
+    if draw(st.booleans()):
+        shares = draw(st.lists(st.sampled_from([0, 0.25, 0.5, 0.75, 1]), min_size=clients, max_size=clients))
+        labels = shares if any(shares) else [0.5] * clients
+    else:
+        partial = draw(st.integers(1, clients))
+        full = draw(st.integers(0, (clients - partial) // 2))
+        n_k = size or samples // clients
+        share = ((full + 1) * n_k + partial) / samples if full else (partial + n_k // 2) / samples
+        labels = {"full": full, "partial": partial, "unlabelled": clients - full - partial, "share": share}
+    y = np.random.default_rng(draw(st.integers(0, 9))).integers(0, draw(st.integers(1, 6)), samples)
+    alpha = draw(st.sampled_from([1e-12, 0.01, 0.1, 1, 1e6]))
+    return y, {
+        "clients": clients,
+        "size": size,
+        "labels": labels,
+        "alpha": alpha,
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+@pytest.mark.parametrize(("kind", "annotation"), WAYS)
+@settings(max_examples=40, deadline=None)
+@given(request=requests())
+def test_every_split_keeps_its_promises(kind, annotation, request):
+    y, asked = request
+    try:
+        planned = layout(asked["labels"], y.size, asked["clients"], asked["size"])
+        made = split(y, kind=kind, annotation=annotation, **asked)
+    except UserError as error:
+        assert "take" in str(error) or "try" in str(error)
+        return
+    rows = np.concatenate([*made.labelled, *made.unlabelled])
+    assert rows.dtype == np.int64
+    assert np.unique(rows).size == rows.size == sum(holding.size for holding in planned)
+    assert rows.min() >= 0
+    assert rows.max() < y.size
+    listed = isinstance(asked["labels"], list)
+    budget = sum(holding.labelled for holding in planned)
+    if not (listed and kind == "dirichlet" and annotation == "own"):
+        assert sum(sizes(made.labelled)) == budget
+    for holding, n_l, n_u in zip(planned, sizes(made.labelled), sizes(made.unlabelled), strict=True):
+        assert (n_l > 0, n_u > 0) == (holding.labelled > 0, holding.unlabelled > 0)
+        if kind != "dirichlet":
+            assert (n_l, n_u) == tuple(holding)
+
+
+@pytest.mark.parametrize(("kind", "annotation"), WAYS)
+def test_the_seed_decides(kind, annotation):
+    labels = {"partial": 4, "unlabelled": 4, "share": 0.1}
+    made = [
+        split(SMALL, kind=kind, annotation=annotation, labels=labels, clients=8, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert made[0].hash == made[1].hash != made[2].hash
+
+
+def test_global_random_numbers_play_no_part():
+    np.random.seed(1)
+    before = np.random.get_state()[1].copy()
+    first = split(SMALL).hash
+    assert (np.random.get_state()[1] == before).all()
+    np.random.seed(2)
+    assert split(SMALL).hash == first
+
+
+@pytest.mark.parametrize(("kind", "annotation"), WAYS)
+def test_smaller_ratios_lie_within_larger_ones(kind, annotation):
+    labels = {"partial": 3, "unlabelled": 4, "share": 0.1}
+    asked = {"kind": kind, "annotation": annotation, "labels": labels, "clients": 7}
+    whole = split(SMALL, **asked)
+    nested = [split(SMALL, ratio=ratio, **asked) for ratio in (0.5, 1, 2.2, 9)] + [whole]
+    assert [sum(sizes(made.unlabelled)) for made in nested] == [100, 200, 440, 1800, 1800]
+    for small, large in itertools.pairwise(nested):
+        for k in range(7):
+            assert set(small.labelled[k]) == set(large.labelled[k])
+            assert set(small.unlabelled[k]) <= set(large.unlabelled[k])
+            assert small.unlabelled[k].size > 0
+
+
+def test_more_unlabelled_clients_leave_the_others_as_they_are():
+    few, many = (
+        split(SMALL, clients=5 + u, size=100, labels={"partial": 5, "unlabelled": u, "share": 0.1})
+        for u in (1, 15)
+    )
+    for k in range(5):
+        assert (few.labelled[k] == many.labelled[k]).all()
+        assert (few.unlabelled[k] == many.unlabelled[k]).all()
+
+
+@pytest.mark.parametrize("labels", ["5%", "10%", "20%", "LU"])
+def test_the_labelled_pool_holds_the_classes_evenly(labels):
+    made = split(CIFAR, labels=labels)
+    rows = np.concatenate(made.labelled)
+    assert set(np.bincount(CIFAR[rows])) == {rows.size // 10}
+
+
+@pytest.mark.parametrize(("kind", "annotation"), WAYS)
+def test_unused_data_are_left_out_evenly(kind, annotation):
+    labels = {"partial": 5, "share": 0.1}
+    made = split(CIFAR, labels=labels, clients=5, size=2500, kind=kind, annotation=annotation)
+    counts = np.bincount(CIFAR[np.concatenate(made.labelled + made.unlabelled)])
+    assert counts.sum() == 12_500
+    assert np.ptp(counts) <= 1
+
+
+def test_effective_classes_of_the_paper():
+    """At α = 0.1 a client has about 3 effective classes, the one full client's labels about 6."""
+    full, others = [], []
+    for seed in range(10):
+        rows = table(split(CIFAR, seed=seed), CIFAR, 10)
+        full.append(rows[0].effective_labelled)
+        others += [row.effective_unlabelled for row in rows[1:]] + [
+            row.effective_labelled for row in rows[1:10]
+        ]
+    assert 5.5 < np.mean(full) < 7
+    assert 2.5 < np.mean(others) < 3.7
+
+
+def test_two_full_clients_share_their_own_labels():
+    """Each class's labels are divided apart, so both together hold it evenly; one alone would not."""
+    made = split(CIFAR, labels="20%")
+    both = np.bincount(CIFAR[np.concatenate(made.labelled[:2])], minlength=10)
+    assert (both == 500).all()
+    assert np.ptp(np.bincount(CIFAR[made.labelled[0]], minlength=10)) > 100
+
+
+def test_one_full_client_is_set_against_the_partial_ones():
+    made = split(CIFAR, labels="10%")
+    assert np.ptp(np.bincount(CIFAR[made.labelled[0]], minlength=10)) > 100
+
+
+def similarity(annotation):
+    """The mean correlation of the labelled and the unlabelled mix inside a partial client."""
+    found = []
+    for seed in range(12):
+        made = split(
+            SMALL, annotation=annotation, seed=seed, labels={"partial": 10, "share": 0.3}, clients=10
+        )
+        for labelled, unlabelled in zip(made.labelled, made.unlabelled, strict=True):
+            found.append(np.corrcoef(mix(SMALL, labelled), mix(SMALL, unlabelled))[0, 1])
+    return np.mean(found)
+
+
+def test_groups_drawn_apart_have_unrelated_mixes():
+    assert abs(similarity("independent")) < 0.15
+
+
+def test_own_labels_have_the_mix_of_the_client():
+    assert similarity("own") > 0.9
+
+
+def test_own_labels_are_a_random_share():
+    """Over many seeds the labelled part of a client has the mix of the whole client."""
+    gap = np.zeros(10)
+    for seed in range(40):
+        made = split(SMALL, annotation="own", seed=seed, labels=[0.3, 0], clients=2)
+        gap += mix(SMALL, made.labelled[0]) - mix(SMALL, made.unlabelled[0])
+    assert np.abs(gap / 40).max() < 0.02
+
+
+@pytest.mark.parametrize("alpha", [1e-308, 1e-12, 0.01, 1e12, 1.7e308])
+@pytest.mark.parametrize("kind", ["balanced", "dirichlet"])
+def test_draws_are_bounded_for_every_alpha(kind, alpha, monkeypatch):
+    drawn = []
+    honest = partition._log_gammas
+
+    def counted(alpha, shape, rng):
+        drawn.append(math.prod(shape))
+        return honest(alpha, shape, rng)
+
+    monkeypatch.setattr(partition, "_log_gammas", counted)
+    monkeypatch.setattr(partition, "BUDGET", 50_000)
+    made = split(CIFAR, kind=kind, alpha=alpha, clients=100, labels={"partial": 100, "share": 0.1})
+    made.check(50_000)
+    assert sum(drawn) <= 2 * 50_000  # one budget for the labels, one for the unlabelled data
+    assert min(sizes(made.labelled) + sizes(made.unlabelled)) > 0
+    fell_back = alpha < 1
+    assert len(made.notes) == (2 if fell_back else 0)
+    assert all("50 draws" in note for note in made.notes)  # 50 draws of 10 classes × 100 clients
+
+
+def test_a_small_alpha_gives_few_classes_and_a_large_one_all():
+    few, many = (table(split(CIFAR, alpha=alpha, labels="PL"), CIFAR, 10) for alpha in (1e-3, 1e3))
+    assert np.mean([row.effective_unlabelled for row in few]) < 2.2
+    assert min(row.effective_unlabelled for row in many) > 9.5
+
+
+def test_textbook_sizes_are_free():
+    made = split(CIFAR, kind="dirichlet", annotation="own", alpha=0.5)
+    assert np.ptp(np.add(sizes(made.labelled), sizes(made.unlabelled))) > 500
+
+
+def test_textbook_proportions_follow_dirichlet():
+    """A Dirichlet(α) share of K members has mean 1/K and variance (1/K)(1 − 1/K)/(Kα + 1)."""
+    y = np.zeros(3000, dtype=int)
+    asked = {"kind": "dirichlet", "annotation": "own", "labels": [0.5] * 4, "clients": 4, "alpha": 2.0}
+    shares = [
+        np.add(sizes(made.labelled), sizes(made.unlabelled)) / 3000
+        for made in (split(y, seed=seed, **asked) for seed in range(150))
+    ]
+    assert np.mean(shares, axis=0) == pytest.approx([0.25] * 4, abs=0.04)
+    assert np.var(shares) == pytest.approx(0.25 * 0.75 / 9, rel=0.25)
+
+
+def test_full_clients_beyond_the_budget_say_what_works():
+    labels = {"full": 1, "partial": 1, "share": 0.52}
+    asked = {"kind": "dirichlet", "annotation": "own", "clients": 2, "alpha": 0.3, "labels": labels}
+    refused = 0
+    for seed in range(20):
+        try:
+            made = split(SMALL, seed=seed, **asked)
+        except UserError as error:
+            assert "split.kind=balanced" in str(error)
+            refused += 1
+        else:
+            assert sum(sizes(made.labelled)) == 1040
+    assert 0 < refused < 20
+
+
+def test_full_clients_alone_hold_what_they_draw():
+    made = split(CIFAR, kind="dirichlet", annotation="own", labels="LU", alpha=1)
+    assert sizes(made.labelled)[2:] == [0] * 18
+    assert f"{sum(sizes(made.labelled))} labels" in made.notes[-1]
+
+
+@pytest.mark.parametrize(("kind", "annotation"), WAYS)
+def test_tiny_data_sets(kind, annotation):
+    y = np.arange(40) % 3
+    made = split(y, kind=kind, annotation=annotation, labels={"partial": 20, "share": 0.5})
+    assert sizes(made.labelled) == sizes(made.unlabelled) == [1] * 20
+    alone = split(y, kind=kind, annotation=annotation, labels=[0.5], clients=1)
+    assert (sizes(alone.labelled), sizes(alone.unlabelled)) == ([20], [20])
+
+
+def test_ten_thousand_clients():
+    labels = {"full": 500, "partial": 4500, "unlabelled": 5000, "share": 0.2}
+    for kind in ("balanced", "dirichlet"):
+        made = split(CIFAR, kind=kind, clients=10_000, labels=labels)
+        made.check(50_000)
+        assert sum(sizes(made.labelled)) == 10_000
+        assert len(made.names) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "advice"),
+    [
+        ({"alpha": 0}, "alpha must be above 0 and finite, got 0"),
+        ({"alpha": float("nan")}, "got nan"),
+        ({"alpha": float("inf")}, "take split.kind=iid"),
+        ({"kind": "pathological"}, "take balanced or dirichlet or iid"),
+        ({"annotation": "all"}, "take independent or own"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"ratio": 10}, "up to 9"),
+    ],
+)
+def test_wrong_settings_say_what_works(asked, advice):
+    with pytest.raises(UserError, match=advice):
+        split(SMALL, **asked)
+
+
+@pytest.mark.parametrize("y", [np.zeros((4, 2), int), np.zeros(40), np.zeros(0, int)])
+def test_classes_must_be_one_number_per_sample(y):
+    with pytest.raises(UserError, match="one class number per sample"):
+        split(y)
+
+
+@pytest.mark.parametrize("counts", [[5, 5, 5, 5], [9, 1, 0], [1], [123, 45, 6, 7, 890]])
+def test_effective_classes_is_the_perplexity(counts):
+    total = sum(counts)
+    product = math.prod((n / total) ** (-n / total) for n in counts if n)
+    assert effective_classes(counts) == pytest.approx(product)
+
+
+def test_no_samples_have_no_classes():
+    assert effective_classes([0, 0]) == 0
+    assert effective_classes([]) == 0
+
+
+def test_table_counts_what_each_client_holds():
+    y = np.array([0, 0, 1, 2, 2, 2, 1])
+    made = Split(
+        (np.array([0, 2]), np.array([1]), np.array([], int)),
+        (np.array([], int), np.array([3]), np.array([4, 5])),
+    )
+    full, partial, unlabelled = table(made, y, 4)
+    assert (full.name, full.kind, full.labelled, full.unlabelled) == ("client 1", "full", 2, 0)
+    assert (full.labelled_counts, full.unlabelled_counts) == ((1, 1, 0, 0), (0, 0, 0, 0))
+    assert (full.effective_labelled, full.effective_unlabelled) == (pytest.approx(2), 0)
+    assert (partial.kind, partial.labelled_counts, partial.unlabelled_counts) == (
+        "partial",
+        (1, 0, 0, 0),
+        (0, 0, 1, 0),
+    )
+    assert (partial.effective_labelled, partial.effective_unlabelled) == (1, 1)
+    assert partial.effective == pytest.approx(2)
+    assert (unlabelled.name, unlabelled.kind, unlabelled.unlabelled_counts) == (
+        "client 3",
+        "unlabelled",
+        (0, 0, 2, 0),
+    )
+
+
+EXAMPLE = Split((np.array([4, 2]), np.array([], int)), (np.array([0]), np.array([1, 3])), ("a note, with α",))
+
+
+def test_save_and_load(tmp_path):
+    EXAMPLE.save(tmp_path / "new" / "split.npz")
+    loaded = Split.load(tmp_path / "new" / "split.npz")
+    assert [part.tolist() for part in loaded.labelled] == [[4, 2], []]
+    assert [part.tolist() for part in loaded.unlabelled] == [[0], [1, 3]]
+    assert all(part.dtype == np.int64 for part in loaded.labelled + loaded.unlabelled)
+    assert loaded.notes == ("a note, with α",)
+    assert loaded.hash == EXAMPLE.hash
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["split.npz"]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "split.npz"
+    EXAMPLE.save(path)
+    before = path.read_bytes()
+
+    def break_off(file, **arrays):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        split(SMALL).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_hash_sees_rows_and_boundaries_but_no_notes():
+    a, b, empty = np.array([1, 2]), np.array([3]), np.array([], int)
+    same = Split((a, b), (empty, empty))
+    assert same.hash == Split((a.copy(), b), (empty, empty), ("a note",)).hash
+    others = [
+        Split((np.array([1]), np.array([2, 3])), (empty, empty)),  # other boundary
+        Split((np.array([1, 4]), b), (empty, empty)),  # other row
+        Split((a, empty), (empty, b)),  # not labelled
+        Split((a, b, empty), (empty, empty, empty)),  # one client more
+        Split((b, a), (empty, empty)),  # other order of clients
+    ]
+    assert len({same.hash, *(other.hash for other in others)}) == 6
+
+
+def test_damage_is_noticed(tmp_path):
+    path = tmp_path / "split.npz"
+    split(SMALL).save(path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    truth = Split.load(path)
+    noticed = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        try:
+            loaded = Split.load(path)
+        except UserError as error:
+            noticed += 1
+            assert "make the split anew" in str(error)
+        else:  # a bit that means nothing, such as one of a time stamp
+            assert loaded.hash == truth.hash
+    assert noticed > 100
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 nor this"])
+def test_foreign_files_are_refused(tmp_path, content):
+    (tmp_path / "split.npz").write_bytes(content)
+    with pytest.raises(UserError, match="no split or is damaged"):
+        Split.load(tmp_path / "split.npz")
+
+
+def test_other_arrays_are_refused(tmp_path):
+    np.savez(tmp_path / "other.npz", x=np.arange(3))
+    np.save(tmp_path / "plain.npy", np.arange(3))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError, match="no split or is damaged"):
+            Split.load(path)
+
+
+def test_changed_rows_are_refused(tmp_path):
+    path = tmp_path / "split.npz"
+    EXAMPLE.save(path)
+    with np.load(path) as file:
+        fields = dict(file)
+    fields["labelled_rows"] = fields["labelled_rows"] + 1
+    np.savez(path, **fields)
+    with pytest.raises(UserError, match="do not match its hash"):
+        Split.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"there is no split at .*absent\.npz"):
+        Split.load(tmp_path / "absent.npz")
+
+
+def test_check_refuses_rows_beyond_and_rows_used_twice():
+    EXAMPLE.check(5)
+    with pytest.raises(UserError, match="uses row 4, the data set has 4 rows"):
+        EXAMPLE.check(4)
+    with pytest.raises(UserError, match="uses row -1"):
+        Split((np.array([-1]),), (np.array([2]),)).check(4)
+    with pytest.raises(UserError, match="uses row 2 2 times"):
+        Split((np.array([1, 2]),), (np.array([2]),)).check(4)
+
+
+def test_names_count_from_one():
+    assert EXAMPLE.names == ("client 1", "client 2")
