@@ -121,11 +121,9 @@ def prepare(folder: Folder) -> Run:
     dataset = build_dataset(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     split.check(len(dataset.y_train))
-    if settings.clients_per_round > len(split.names):
-        raise UserError(
-            f"clients_per_round={settings.clients_per_round}: there are {len(split.names)} clients; take at most "
-            "as many"
-        )
+    drawn, there = settings.clients_per_round, len(split.names)
+    if drawn > there:
+        raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
     split.save(folder.split)
     write_text(folder.config, tomli_w.dumps(settings.as_toml()))

@@ -25,6 +25,11 @@ def squared_distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).square().sum()
 
 
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    """‖a − b‖, with a gradient of zero where both are equal."""
+    return (a - b).norm()
+
+
 def size_in_bytes(arrays: Arrays) -> int:
     """The bytes of all entries: what a message costs."""
     return sum(v.numel() * v.element_size() for v in arrays.values())

@@ -18,7 +18,7 @@ from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
 from fedhassle.method import Batch, Client, Descent, Method, Models, Part, Phase, Stream, Update, as_models
 from fedhassle.nets import Net
-from fedhassle.vectors import Arrays, squared_distance
+from fedhassle.vectors import Arrays, distance, squared_distance
 
 
 class Side(NamedTuple):
@@ -134,8 +134,8 @@ class Hassle(Method):
         loss = cross_entropy(local[side.dual](batch.views[0]), batch.y)
         if not self.mpa:
             return loss
-        gap = squared_distance(local[side.dual].weights, received[side.other].weights)
-        return loss + self.gamma * (gap if self.proximity == "squared" else gap.sqrt())
+        measure = squared_distance if self.proximity == "squared" else distance
+        return loss + self.gamma * measure(local[side.dual].weights, received[side.other].weights)
 
     def residual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
         """L_CE + λ·L_res (Eq. 9)."""
