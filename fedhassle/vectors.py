@@ -27,7 +27,8 @@ def squared_distance(a: Tensor, b: Tensor) -> Tensor:
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
     """‖a − b‖, with a gradient of zero where both are equal."""
-    return (a - b).norm()
+    gap: Tensor = (a - b).norm()
+    return gap
 
 
 def size_in_bytes(arrays: Arrays) -> int:
