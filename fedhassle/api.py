@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 from fedhassle.launch import carry_out, reopen, start
 from fedhassle.model import TrainedModel, load
 from fedhassle.requested import request
 from fedhassle.runs import Metrics, read_summary
+from fedhassle.view import follow
 
 
 class Result(NamedTuple):
@@ -35,6 +38,7 @@ def run(
     settings: Mapping[str, Any] | None = None,
     *,
     out: str | Path | None = None,
+    quiet: bool = False,
 ) -> Result:
     """Trains as `fedhassle run CONFIG KEY=VALUE …` does; keys of `settings` may be dotted.
 
@@ -43,6 +47,6 @@ def run(
     folder = Path(out) if out is not None else None
     begun = folder is not None and (folder / "config.toml").exists() and config is None and not settings
     launched = reopen(folder) if begun and folder else start(request(config, settings or {}), folder)
-    for _ in carry_out(launched):
-        pass
+    console = Console(quiet=quiet)
+    follow(carry_out(launched), launched.settings.rounds, launched.method.headline, console)
     return Result(launched.folder.path, read_summary(launched.folder.path))

@@ -132,7 +132,8 @@ def split(
     dataset = build_dataset(settings)
     made = build_split(settings, dataset)
     rows = table(made, dataset.y_train, dataset.classes)
-    draw_split(rows, picture, f"{dataset.name}, {settings.split.labels}, α = {settings.split.alpha:g}")
+    title = f"{dataset.name}, {settings.split.labels}, α = {settings.split.alpha:g}"
+    draw_split(rows, picture, title, dataset.class_names)
     if save is not None:
         made.save(save)
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -77,12 +78,12 @@ class Settings(BaseModel):
     model_config = STRICT
     data: DataSettings = DataSettings()
     net: str | None = None  # a name, or the import path of an nn.Module class; else the data set's
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     rounds: int = Field(default=200, ge=1)  # T
     clients_per_round: int = Field(default=8, ge=1)  # C
     evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(default=0, ge=0)  # of the CPU; 0: chosen here
+    threads: int = Field(default=0, ge=0, le=1024)  # of the CPU; 0: chosen here
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
@@ -211,8 +212,8 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
 
 def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
     """One number for each channel."""
-    if len(values) != channels:
-        raise UserError(f"{key} needs one number per channel ({channels}), got {list(values)}")
+    if len(values) != channels or not all(math.isfinite(value) for value in values):
+        raise UserError(f"{key} needs one finite number per channel ({channels}), got {list(values)}")
     return tuple(values)
 
 

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+UNFINISHED = ".writing-"
+
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder that takes the place of `path` when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays: some writers choose the format by it.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -27,6 +29,12 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what writers left that were killed half-way."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

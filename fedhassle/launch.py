@@ -31,7 +31,7 @@ from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
-from fedhassle.files import write_text
+from fedhassle.files import write_json, write_text
 from fedhassle.method import Method
 from fedhassle.report.curves import draw_curves
 from fedhassle.requested import Requested, from_json, to_json
@@ -158,6 +158,7 @@ def carry_out(run: Run) -> Iterator[Step]:
         yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
         summary = finish(run.folder, run.method, about_run(run), about_model(run))
         draw_curves({run.settings.method.name: summary}, run.folder.curves)
+        write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
 
 
 @contextmanager
@@ -165,10 +166,13 @@ def logging_to(path: Path) -> Iterator[None]:
     """Adds what the run has to say to its own file."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     try:
         yield
     finally:
+        log.setLevel(level)
         log.removeHandler(handler)
         handler.close()
 

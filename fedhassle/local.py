@@ -7,7 +7,8 @@ captured and replayed). No name of any method occurs here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedhassle.data.views import Views
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
 from fedhassle.nets import Net
-from fedhassle.randomness import generator
+from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
 
 LABELLING_BATCH = 1000  # images a pass when labels are given once a round
@@ -91,19 +92,35 @@ def train(
     """One client's round: what it sends back, and what it keeps."""
     networks, phases = method.networks(), method.phases(site.client, t)
     labels = give_labels(phases, site, as_models(message, networks))
-    update = Update(site.client, {}, {}, {}, count_labels(labels, site.samples))
+    samples = samples_by_name(phases, site.client)
+    update = Update(site.client, {}, samples, {}, count_labels(labels, site.samples))
     kept = method.memory(site.client, message) if memory is None else memory
     for phase in phases:
         key = (seed, t, site.client.name, phase.name)
         job = Job(phase, site, networks, message, labels, key)
         buffers = prepare(job, message | update.arrays | kept, kept)
-        with torch.random.fork_rng(devices=[]):
-            # A network of one's own may draw (dropout): that too depends on the key alone.
-            torch.manual_seed(int(generator(*key, "network").integers(2**62)))
+        with own_randomness(site.samples.images.device, *key):
             for _ in range(job.steps):
                 step(job, buffers)
         update, kept = collect(job, buffers, update, kept)
     return update, kept
+
+
+def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]:
+    """How many samples train each name: a part counts once, however often it is walked over."""
+    parts: dict[str, set[Part]] = {}
+    for phase in phases:
+        for name in phase.trained:
+            parts.setdefault(name, set()).update(stream.part for stream in phase.streams)
+    return {name: sum(client.count(part) for part in walked) for name, walked in parts.items()}
+
+
+@contextmanager
+def own_randomness(device: torch.device, *key: int | str) -> Iterator[None]:
+    """What a network of one's own draws by itself (dropout) depends on the key alone, and leaves no trace."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(number(*key, "network"))
+        yield
 
 
 def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict[Stream, Tensor]:
@@ -127,8 +144,13 @@ def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | 
     if samples.truth is None:
         return None
     given = [y for stream, y in labels.items() if stream.part == "unlabelled"]
-    counts = [torch.stack([(y == samples.truth).sum(), (y >= 0).sum()]) for y in given]
+    counts = [right_and_given(y, samples.truth) for y in given]
     return torch.stack(counts).sum(0).float() if counts else torch.zeros(2, device=samples.images.device)
+
+
+def right_and_given(y: Tensor, truth: Tensor) -> Tensor:
+    """How many labels are right, and how many there are."""
+    return torch.stack([((y == truth) & (y >= 0)).sum(), (y >= 0).sum()])
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
@@ -217,8 +239,8 @@ def batch(stream: Stream, feed: Feed, views: Views, received: Models, buffers: B
         return Batch(seen, now(feed.y, buffers))
     with torch.no_grad():
         y = stream.labels(received, seen[0])
-    right, given = (y == now(feed.truth, buffers)) & (y >= 0), y >= 0
-    buffers.labelling.add_(torch.stack([right.sum(), given.sum()]))
+    if stream.part == "unlabelled":
+        buffers.labelling.add_(right_and_given(y, now(feed.truth, buffers)))
     return Batch(seen, y)
 
 
@@ -253,11 +275,9 @@ def store(new: Mapping[str, Model | Tensor], buffers: Buffers) -> None:
 def collect(job: Job, buffers: Buffers, update: Update, kept: Arrays) -> tuple[Update, Arrays]:
     """The update and the memory after a job."""
     done = {k: torch.cat([w, buffers.statistics[k]]) for k, w in buffers.weights.items()}
-    count = sum(job.site.client.count(stream.part) for stream in job.phase.streams)
     trained = job.phase.trained
     update = update._replace(
         arrays=update.arrays | {k: done[k] for k in trained},
-        samples=update.samples | {k: update.samples.get(k, 0) + count for k in trained},
         losses=update.losses | {k: buffers.losses[k] / job.steps for k in trained},
         labelling=None if update.labelling is None else update.labelling + buffers.labelling,
     )

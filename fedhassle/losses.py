@@ -20,5 +20,5 @@ def kl_divergence(target: Tensor, z: Tensor) -> Tensor:
 
 def hard_labels(z: Tensor, threshold: float = 0.0) -> Tensor:
     """Argmax of the logits (Eq. 5); −1 where the confidence is below `threshold`."""
-    confidence, y = z.softmax(1).max(1)
-    return torch.where(confidence >= threshold, y, -1)
+    sure = z.softmax(1).amax(1) >= threshold  # of the probabilities; their argmax would have false ties
+    return torch.where(sure, z.argmax(1), -1)

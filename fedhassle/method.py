@@ -82,9 +82,7 @@ class Stream:
     part: Part
     batch: int = 128
     views: tuple[str, ...] = ("weak",)  # independent augmentations of each sample
-    labels: Callable[[Models, Tensor], Tensor] | None = (
-        None  # (received, x) -> y, once a round on clean images
-    )
+    labels: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> y, once a round, clean images
     online: bool = False  # … or at every step, on the first view
 
 
@@ -123,6 +121,12 @@ class Phase:
     then: Callable[[Models, Models], Mapping[str, Any]] | None = None  # (local, received) -> new local values
     draw: Callable[[np.random.Generator], np.ndarray] | None = None  # further randomness of a step, as data
 
+    def __post_init__(self) -> None:
+        if (self.epochs > 0) == (self.steps > 0):
+            raise ValueError(
+                f"phase {self.name!r} needs either epochs or steps, got {self.epochs} and {self.steps}"
+            )
+
     def length(self, client: Client) -> int:
         """The number of steps on a client."""
         pace = self.streams[0]
@@ -140,7 +144,7 @@ class Update(NamedTuple):
     client: Client
     arrays: Arrays  # each vector that it trained
     samples: dict[str, int]  # how many samples trained each
-    losses: Arrays  # mean loss over the steps that trained it
+    losses: Arrays  # mean loss over the steps of the last phase that trained it
     labelling: Tensor | None = None  # pseudo-labels (right, given); None where the truth is not known
 
 
@@ -184,8 +188,9 @@ class Method:
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
 
     def __post_init__(self) -> None:
-        require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
-        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        # The upper bounds are those of memory: the walk of a whole phase is drawn before its first step.
+        require(1 <= self.batch <= 65_536, f"batch must be from 1 to 65,536, got {self.batch}")
+        require(1 <= self.epochs <= 1000, f"epochs must be from 1 to 1,000, got {self.epochs}")
         require(0 < self.lr < math.inf, f"lr must be positive, got {self.lr}")
         require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
         require(self.clip is None or self.clip >= 0, f"clip must be at least 0 (0 = off), got {self.clip}")

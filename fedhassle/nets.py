@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
+from fedhassle.randomness import number
 
+CPU = torch.device("cpu")
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
 class LeNet(nn.Module):
     """LeNet-5 with ReLU and max-pooling (the paper's network for Fashion-MNIST)."""
 
-    # Without BatchNorm, lr 0.1 kills it: dead when the gradient is clipped at 5, alive at 1 (docs/paper.md).
-    clip = 1.0
+    clip = 1.0  # without BatchNorm, lr 0.1 lets its weights run away when the gradient is clipped at 5
 
     def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -35,6 +36,13 @@ class LeNet(nn.Module):
         self.hidden1 = nn.Linear(c2 * ((height // 2 - 4) // 2) * ((across // 2 - 4) // 2), d1)
         self.hidden2 = nn.Linear(d1, d2)
         self.output = nn.Linear(d2, classes)
+        # He's initialisation: PyTorch's own starts with logits that hardly depend on the image, and before
+        # they do, clients with two or three classes have killed the units: stuck at chance (docs/paper.md).
+        for layer in self.children():
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                assert layer.bias is not None
+                nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits."""
@@ -144,7 +152,7 @@ class Net:
         self.clip = float(getattr(module, "clip", 5.0))
         self._pieces = list(parameter_pieces(module))
         self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
-        self._constants = {k: v for k, v in module.named_buffers() if not v.is_floating_point()}
+        self._constants = {CPU: {k: v for k, v in module.named_buffers() if not v.is_floating_point()}}
         self.sizes = [piece.size for piece in self._pieces]
         self.moments = [piece.size for piece in self._moments]
         self.weights, self.statistics = sum(self.sizes), sum(self.moments)
@@ -164,10 +172,15 @@ class Net:
         }
         for piece, flat in zip(self._moments, torch.split(statistics, self.moments), strict=True):
             tensors[piece.name] = piece.view(flat)
-        for name, constant in self._constants.items():
-            tensors[name] = constant.to(x.device)
+        tensors |= self.constants(x.device)
         z: Tensor = torch.func.functional_call(self._modes[training], tensors, (x,))
         return z
+
+    def constants(self, device: torch.device) -> dict[str, Tensor]:
+        """The buffers that are no statistics, copied to a device once."""
+        if device not in self._constants:
+            self._constants[device] = {k: v.to(device) for k, v in self._constants[CPU].items()}
+        return self._constants[device]
 
     def parts(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the statistics in a vector that travels."""
@@ -179,7 +192,7 @@ class Net:
 
     def initial(self, seed: int, slot: int = 0) -> Tensor:
         """Freshly initialised vector; equal (seed, slot) give equal vectors."""
-        return self.flatten(self._module(seed=1_000_003 * seed + slot))
+        return self.flatten(self._module(number(seed, slot, "initial")))
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The vector of a module of this shape."""
@@ -189,16 +202,15 @@ class Net:
 
     def _module(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             module = self.build(self.shape, self.classes, self.width)
-        for norm in batch_norms(module):
-            norm.num_batches_tracked = None  # an integer that nothing reads: not worth sending
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                require(
+                    layer.momentum is not None, "BatchNorm with momentum=None keeps a count: set a momentum"
+                )
+                layer.num_batches_tracked = None  # an integer that nothing reads: not worth sending
         return module
-
-
-def batch_norms(module: nn.Module) -> Iterator[_BatchNorm]:
-    """All BatchNorm layers of a module."""
-    return (m for m in module.modules() if isinstance(m, _BatchNorm))
 
 
 def normalisation_names(module: nn.Module) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 
 from fedhassle.checkpoints import Checkpoint, load_checkpoint, save_checkpoint, write_arrays
 from fedhassle.errors import UserError
-from fedhassle.files import write_json, write_text
+from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
 from fedhassle.rounds import Federation, Plan, Reply, Round, federate
 from fedhassle.vectors import Arrays
@@ -119,6 +119,8 @@ def begin(
     folder: Folder, method: Method, federation: Federation, seed: int, device: torch.device
 ) -> Checkpoint:
     """Where the run stands: its last whole checkpoint, or before round 1; the metrics on disk follow it."""
+    remove_unfinished(folder.path)
+    remove_unfinished(folder.checkpoints)
     found = load_checkpoint(folder.checkpoints, device)
     if found is None:
         found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, {}, [])
@@ -206,13 +208,13 @@ def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
 
 
 def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
-    """Writes the model, then the summary, from the last checkpoint; returns the summary."""
+    """Writes the model from the last checkpoint; returns the summary, which its caller writes last."""
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
     if last is None:
         raise RuntimeError(f"{folder.path} has no checkpoint to finish from")
     scores = final_scores(last.history)
     write_arrays(folder.model, last.state, about_model | {"scores": scores})
-    summary = {
+    return {
         **about_run,
         "rounds": last.t,
         "headline": method.headline,
@@ -220,8 +222,6 @@ def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_mode
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
         "history": last.history,
     }
-    write_json(folder.summary, summary)
-    return summary
 
 
 def read_summary(path: Path) -> Metrics:

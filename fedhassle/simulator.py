@@ -39,9 +39,8 @@ class Simulator:
 
     def _train_one(self, method: Method, client: Client, message: Arrays, t: int) -> Reply:
         update, kept = train(method, self.site(client), message, self.memory.get(client.name), t, self.seed)
-        if kept and all_finite(
-            update.arrays | kept
-        ):  # a client that drops out of the round keeps what it had
+        # A client that drops out of the round keeps what it had.
+        if kept and all_finite(update.arrays | kept):
             self.memory[client.name] = kept
         return reply(update, message)
 

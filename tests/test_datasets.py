@@ -1,17 +1,13 @@
-"""The shipped set, a user's own files (good and bad), and what is held out."""
+"""The shipped set, the catalogue, the data folder, and what is held out."""
 
 import hashlib
-import io
 import runpy
 import zipfile
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fedhassle.data import datasets
 from fedhassle.data.datasets import CATALOGUE, Dataset, data_folder, hold_out, load
@@ -24,29 +20,6 @@ MINI = {  # of the arrays' bytes, as scripts/make_fmnist_mini.py left them
     "y_test": "715256556437c0eff360f955d897ec7ce68484294fc250b0dcb7bad5d632219a",
 }
 ROOT = Path(__file__).parents[1]
-
-
-def arrays(shape: tuple[int, ...] = (9, 12, 3), classes: int = 3) -> dict[str, Any]:
-    """A good file: two images a class for training, one for the test."""
-    random = np.random.default_rng(0)
-    return {
-        "x_train": random.integers(0, 256, (2 * classes, *shape), np.uint8),
-        "y_train": np.arange(2 * classes) % classes,
-        "x_test": random.integers(0, 256, (classes, *shape), np.uint8),
-        "y_test": np.arange(classes),
-    }
-
-
-def saved(folder: Path, content: dict[str, Any]) -> Path:
-    path = folder / "own.npz"
-    np.savez(path, **content)
-    return path
-
-
-def written(content: dict[str, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, **content)
-    return stream.getvalue()
 
 
 def test_mini_set_is_balanced_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +105,8 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_named_file_must_be_the_set_of_that_name(tmp_path: Path) -> None:
-    saved(tmp_path, arrays()).rename(tmp_path / "cifar10.npz")
+    x, y = np.zeros((6, 9, 12, 3), np.uint8), np.arange(6) % 3
+    np.savez(tmp_path / "cifar10.npz", x_train=x, y_train=y, x_test=x[:3], y_test=y[:3])
     with pytest.raises(
         UserError, match=r"cifar10\.npz: .*\(6, 3, 9, 12, 3, 3\).*\(50000, 10000, 32, 32, 3, 10\)"
     ):
@@ -140,166 +114,6 @@ def test_named_file_must_be_the_set_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "cifar10.npz").write_bytes(b"PK")
     with pytest.raises(UserError, match=r"cifar10\.npz: .*remove the file"):
         load("cifar10", tmp_path)
-
-
-def test_own_file_has_defaults_from_its_images(tmp_path: Path) -> None:
-    content = arrays((33, 16, 3))
-    content["x_train"][..., 2] = 51
-    own = load(saved(tmp_path, content))
-    pixels = content["x_train"].astype(np.float64) / 255
-    np.testing.assert_allclose(own.mean, pixels.mean(axis=(0, 1, 2)), rtol=1e-12)
-    np.testing.assert_allclose(own.std[:2], pixels.std(axis=(0, 1, 2))[:2], rtol=1e-12)
-    assert own.std[2] == 1.0  # no spread to divide by
-    assert (own.name, own.net, own.shape, own.flip, own.crop) == ("own.npz", "resnet8", (3, 33, 16), True, 2)
-    assert own.class_names == ("0", "1", "2")
-    named = load(str(saved(tmp_path, {**content, "class_names": np.array(["ant", "bee", "cat"])})))
-    assert named.class_names == ("ant", "bee", "cat")
-
-
-@pytest.mark.parametrize("side", [1, 2, 7, 8, 28, 32, 65])
-def test_crop_is_an_eighth_and_less_than_the_side(tmp_path: Path, side: int) -> None:
-    own = load(saved(tmp_path, arrays((side, 70))))
-    assert own.crop == {1: 0, 2: 0, 7: 0, 8: 1, 28: 3, 32: 4, 65: 8}[side] < side
-    assert (own.net, own.shape) == ("lenet", (1, side, 70))
-
-
-def test_layouts_and_types_give_the_same_images(tmp_path: Path) -> None:
-    content = arrays((9, 12, 3))
-    expected = content["x_train"]
-    changes = {
-        "channels first": lambda x: np.moveaxis(x, 3, 1),
-        "floats": lambda x: x / 255,
-        "half floats": lambda x: (x / 255).astype(np.float16),
-        "large integers": lambda x: x.astype(">i8"),
-        "columns first": np.asfortranarray,
-    }
-    for name, change in changes.items():
-        changed = {
-            key: change(value) if key[0] == "x" else value.astype(float) for key, value in content.items()
-        }
-        own = load(saved(tmp_path, changed))
-        np.testing.assert_array_equal(own.x_train, expected, err_msg=name)
-        assert (own.x_train.dtype, own.y_train.dtype) == (np.uint8, np.int64)
-        assert own.x_train.flags.c_contiguous
-        assert own.y_train.tolist() == [0, 1, 2, 0, 1, 2]
-
-
-GOOD = arrays()
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a missing array": ({"y_test": None}, "lacks y_test"),
-    "objects": ({"x_train": np.array([None, "a"], object)}, "x_train .*Object arrays"),
-    "strings": ({"y_train": np.array(list("abcabc"))}, "y_train is <U1"),
-    "no images": ({"x_test": GOOD["x_test"][:0], "y_test": GOOD["y_test"][:0]}, r"x_test .*\(0, 9, 12, 3\)"),
-    "two axes": ({"x_train": GOOD["x_train"][:, :, 0, 0]}, r"x_train has the shape \(6, 9\)"),
-    "two channels": ({"x_train": GOOD["x_train"][..., :2]}, r"x_train has the shape \(6, 9, 12, 2\)"),
-    "no telling the colour": ({"x_train": GOOD["x_train"][:, :3]}, r"\(6, 3, 12, 3\); .* ambiguous"),
-    "bright floats": ({"x_test": GOOD["x_test"] * 1.0}, "x_test .float64. runs from .* expected 0 to 1"),
-    "large integers": ({"x_test": GOOD["x_test"].astype(int) + 1000}, "x_test .* expected 0 to 255"),
-    "negative integers": ({"x_test": GOOD["x_test"].astype(int) - 9}, "x_test .* expected 0 to 255"),
-    "NaN": ({"x_train": np.full((6, 9, 12, 3), np.nan)}, "x_train .* nan"),
-    "complex numbers": ({"x_train": GOOD["x_train"] * 1j}, "x_train has the type complex128"),
-    "truth values": ({"x_train": GOOD["x_train"] > 9}, "x_train has the type bool"),
-    "fewer labels": ({"y_train": GOOD["y_train"][:5]}, "x_train has 6 images, y_train 5 labels"),
-    "more test labels": ({"y_test": np.arange(5) % 3}, "x_test has 3 images, y_test 5 labels"),
-    "rows of labels": ({"y_train": np.eye(6)}, r"y_train is float64 of shape \(6, 6\)"),
-    "half labels": ({"y_train": GOOD["y_train"] + 0.5}, "y_train runs from 0.5 to 2.5"),
-    "NaN labels": ({"y_train": np.full(6, np.nan)}, "y_train runs from nan"),
-    "negative labels": ({"y_train": GOOD["y_train"] - 1}, "y_train runs from -1 to 1"),
-    "vast labels": ({"y_train": GOOD["y_train"] + np.uint64(2**63)}, "y_train runs from"),
-    "labels from 1": ({"y_train": GOOD["y_train"] + 1}, "y_train has the labels 1, 2, 3; expected 0 to M−1"),
-    "one class": ({"y_train": np.zeros(6, int), "y_test": np.zeros(3, int)}, "labels 0; .* at least 2"),
-    "an unseen class": ({"y_test": np.array([0, 1, 3])}, "y_test has the label 3"),
-    "another size": ({"x_test": GOOD["x_test"][:, :8]}, r"\(9, 12, 3\), x_test of \(8, 12, 3\)"),
-    "too few names": ({"class_names": np.array(["a", "b"])}, r"class_names is <U1 of shape \(2,\)"),
-    "names as numbers": ({"class_names": np.arange(3)}, "class_names is int64"),
-    "names of no text": ({"class_names": np.full(3, 2**31 - 1, np.uint32).view("<U1")}, "class_names"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_malformed_file_is_a_user_error_that_names_the_array(tmp_path: Path, case: str) -> None:
-    change, message = BAD[case]
-    content = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
-    with pytest.raises(UserError, match=f"own.npz: .*{message}"):
-        load(saved(tmp_path, content))
-
-
-def test_what_is_no_npz_is_a_user_error(tmp_path: Path) -> None:
-    np.save(tmp_path / "single.npy", np.zeros(3))
-    (tmp_path / "single.npy").rename(tmp_path / "single.npz")
-    (tmp_path / "empty.npz").touch()
-    (tmp_path / "folder.npz").mkdir()
-    with zipfile.ZipFile(tmp_path / "text.npz", "w") as archive:
-        for name in MINI:
-            archive.writestr(name, "no array")
-    for name in ("single", "empty", "folder", "text", "absent", "nul\0", "long" * 99, "~nobody-here/x"):
-        with pytest.raises(UserError):
-            load(tmp_path / f"{name}.npz" if name[0] != "~" else f"{name}.npz")
-    with pytest.raises(UserError, match=r"absent\.npz.*No such file"):
-        load(tmp_path / "absent.npz")
-
-
-def survives(path: Path) -> None:
-    """Loads a file that may be bad: a sound data set or a UserError, nothing else."""
-    try:
-        own = load(path)
-    except UserError as error:
-        assert str(path) in str(error)
-        return
-    assert isinstance(own, Dataset)
-    assert own.x_train.dtype == own.x_test.dtype == np.uint8
-    assert own.x_train.shape[1:] == own.x_test.shape[1:]
-    assert (len(own.x_train), len(own.x_test)) == (len(own.y_train), len(own.y_test))
-    assert set(own.y_test.tolist()) <= set(own.y_train.tolist()) == set(range(own.classes))
-
-
-FUZZ = settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-WHOLE = written(GOOD)
-MEMBER = WHOLE[WHOLE.index(b"\x93NUMPY") :][: 128 + GOOD["x_train"].size]  # x_train's header and values
-FLIPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4)
-
-
-def flipped(content: bytes, flips: list[tuple[int, int]]) -> bytes:
-    changed = bytearray(content)
-    for place, mask in flips:
-        changed[place % len(changed)] ^= mask
-    return bytes(changed)
-
-
-@FUZZ
-@given(st.floats(0, 1), FLIPS, FLIPS)
-def test_damaged_bytes_never_end_in_another_error(
-    tmp_path: Path, kept: float, flips: list[tuple[int, int]], header: list[tuple[int, int]]
-) -> None:
-    path = tmp_path / "damaged.npz"
-    for content in (WHOLE[: round(kept * len(WHOLE))], flipped(WHOLE, flips)):
-        path.write_bytes(content)
-        survives(path)
-    path.write_bytes(written({key: value for key, value in GOOD.items() if key != "x_train"}))
-    with zipfile.ZipFile(path, "a") as archive:  # whose checksum fits: only numpy can find the damage
-        archive.writestr("x_train.npy", flipped(MEMBER[:128], header) + MEMBER[128:])
-    survives(path)
-
-
-NUMBERS = st.sampled_from(
-    [np.uint8, np.int8, np.int64, np.uint64, np.float16, np.float64, bool, complex, "U2", "M8[s]"]
-)
-SHAPES = st.lists(st.integers(0, 4), max_size=5)
-ANY = st.builds(
-    lambda kind, shape, value: np.full(shape, value).astype(kind), NUMBERS, SHAPES, st.integers(0, 2)
-)
-
-
-@FUZZ
-@given(st.dictionaries(st.sampled_from([*GOOD, "class_names"]), st.none() | ANY, max_size=3))
-def test_arbitrary_arrays_never_end_in_another_error(tmp_path: Path, change: dict[str, Any]) -> None:
-    content = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
-    survives(saved(tmp_path, content))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])

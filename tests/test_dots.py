@@ -23,13 +23,23 @@ ROWS = table(SPLIT, Y, 2)
 
 
 @pytest.fixture
-def axes(monkeypatch, tmp_path):
-    """The axes of the picture of the split above."""
+def draw(monkeypatch, tmp_path):
+    """Draws rows, with or without class names, and returns the axes."""
     drawn = []
     honest = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), honest(self, *a, **k)))
-    dots.draw_split(ROWS, tmp_path / "dots.png", "three clients")
-    return drawn[0].axes[0]
+
+    def drawn_axes(rows, class_names=None):
+        dots.draw_split(rows, tmp_path / "dots.png", "three clients", class_names)
+        return drawn[-1].axes[0]
+
+    return drawn_axes
+
+
+@pytest.fixture
+def axes(draw):
+    """The axes of the picture of the split above."""
+    return draw(ROWS)
 
 
 def areas(axes, gid):
@@ -70,6 +80,39 @@ def test_kinds_are_marked_under_the_axis(axes):
         assert bar.get_width() < 1
         assert bar.get_facecolor() == to_rgba(dots.COLOURS[kind])
     assert axes.get_title(loc="left") == "three clients"
+
+
+def class_labels(axes):
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+@pytest.mark.parametrize("names", [["a $5 cat", "a $6 dog"], ["", "W" * 24], ["0", "one"]])
+def test_class_names_stand_beside_the_axes_and_inside_the_page(draw, names):
+    axes = draw(ROWS, names)
+    assert class_labels(axes) == names
+    figure = axes.get_figure()
+    assert axes.yaxis.get_tightbbox(figure.canvas.get_renderer()).x0 > 0.1 * figure.dpi
+
+
+def test_a_long_class_name_is_cut(draw):
+    assert class_labels(draw(ROWS, ["x" * 25, "y" * 24])) == ["x" * 23 + "…", "y" * 24]
+
+
+@pytest.mark.parametrize("names", [None, ["0", "1"]])
+def test_classes_without_names_keep_their_numbers(draw, names):
+    axes = draw(ROWS, names)
+    assert axes.get_yticks().tolist() == [0, 1]
+    box = axes.get_position()
+    assert box.x0 * axes.get_figure().get_figwidth() == pytest.approx(dots.LEFT)
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(5, 21), (200, 5)])
+def test_names_that_would_crowd_are_left_out(draw, clients, classes):
+    y = np.arange(2100) % classes
+    made = split(y, clients=clients, labels={"partial": clients, "share": 0.3})
+    shown = class_labels(draw(table(made, y, classes), [f"name {m}" for m in range(classes)]))
+    assert shown
+    assert not any("name" in label for label in shown)
 
 
 # How eyes without one kind of cone see linear RGB (Machado and others, 2009).

@@ -227,7 +227,9 @@ def test_original_files_in_the_folder_are_used_and_kept(server: Server, tmp_path
         download.fetch("fmnist", sources, download.read_idx, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["_idx", "_md5", "_save", "os.fsync"])
+@pytest.mark.parametrize(
+    "place", ["data.download._idx", "data.download._md5", "data.download._save", "files.os.fsync"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_interruption_leaves_nothing(
     server: Server,
@@ -240,7 +242,7 @@ def test_interruption_leaves_nothing(
         raise error
 
     sources, _ = fashion(server)
-    monkeypatch.setattr(f"fedhassle.data.download.{place}", interrupt)
+    monkeypatch.setattr(f"fedhassle.{place}", interrupt)
     with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else UserError):
         download.fetch("fmnist", sources, download.read_idx, tmp_path)
     assert left(tmp_path) == []

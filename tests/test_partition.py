@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhassle.data import partition
 from fedhassle.data.layout import layout
 from fedhassle.data.partition import Split, effective_classes, split, table
 from fedhassle.errors import UserError
@@ -192,50 +191,6 @@ def test_own_labels_are_a_random_share():
     assert np.abs(gap / 40).max() < 0.02
 
 
-@pytest.mark.parametrize("alpha", [1e-308, 1e-12, 0.01, 1e12, 1.7e308])
-@pytest.mark.parametrize("kind", ["balanced", "dirichlet"])
-def test_draws_are_bounded_for_every_alpha(kind, alpha, monkeypatch):
-    drawn = []
-    honest = partition._log_gammas
-
-    def counted(alpha, shape, rng):
-        drawn.append(math.prod(shape))
-        return honest(alpha, shape, rng)
-
-    monkeypatch.setattr(partition, "_log_gammas", counted)
-    monkeypatch.setattr(partition, "BUDGET", 50_000)
-    made = split(CIFAR, kind=kind, alpha=alpha, clients=100, labels={"partial": 100, "share": 0.1})
-    made.check(50_000)
-    assert sum(drawn) <= 2 * 50_000  # one budget for the labels, one for the unlabelled data
-    assert min(sizes(made.labelled) + sizes(made.unlabelled)) > 0
-    fell_back = alpha < 1
-    assert len(made.notes) == (2 if fell_back else 0)
-    assert all("50 draws" in note for note in made.notes)  # 50 draws of 10 classes × 100 clients
-
-
-def test_a_small_alpha_gives_few_classes_and_a_large_one_all():
-    few, many = (table(split(CIFAR, alpha=alpha, labels="PL"), CIFAR, 10) for alpha in (1e-3, 1e3))
-    assert np.mean([row.effective_unlabelled for row in few]) < 2.2
-    assert min(row.effective_unlabelled for row in many) > 9.5
-
-
-def test_textbook_sizes_are_free():
-    made = split(CIFAR, kind="dirichlet", annotation="own", alpha=0.5)
-    assert np.ptp(np.add(sizes(made.labelled), sizes(made.unlabelled))) > 500
-
-
-def test_textbook_proportions_follow_dirichlet():
-    """A Dirichlet(α) share of K members has mean 1/K and variance (1/K)(1 − 1/K)/(Kα + 1)."""
-    y = np.zeros(3000, dtype=int)
-    asked = {"kind": "dirichlet", "annotation": "own", "labels": [0.5] * 4, "clients": 4, "alpha": 2.0}
-    shares = [
-        np.add(sizes(made.labelled), sizes(made.unlabelled)) / 3000
-        for made in (split(y, seed=seed, **asked) for seed in range(150))
-    ]
-    assert np.mean(shares, axis=0) == pytest.approx([0.25] * 4, abs=0.04)
-    assert np.var(shares) == pytest.approx(0.25 * 0.75 / 9, rel=0.25)
-
-
 def test_full_clients_beyond_the_budget_say_what_works():
     labels = {"full": 1, "partial": 1, "share": 0.52}
     asked = {"kind": "dirichlet", "annotation": "own", "clients": 2, "alpha": 0.3, "labels": labels}
@@ -332,114 +287,3 @@ def test_table_counts_what_each_client_holds():
         "unlabelled",
         (0, 0, 2, 0),
     )
-
-
-EXAMPLE = Split((np.array([4, 2]), np.array([], int)), (np.array([0]), np.array([1, 3])), ("a note, with α",))
-
-
-def test_save_and_load(tmp_path):
-    EXAMPLE.save(tmp_path / "new" / "split.npz")
-    loaded = Split.load(tmp_path / "new" / "split.npz")
-    assert [part.tolist() for part in loaded.labelled] == [[4, 2], []]
-    assert [part.tolist() for part in loaded.unlabelled] == [[0], [1, 3]]
-    assert all(part.dtype == np.int64 for part in loaded.labelled + loaded.unlabelled)
-    assert loaded.notes == ("a note, with α",)
-    assert loaded.hash == EXAMPLE.hash
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["split.npz"]
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "split.npz"
-    EXAMPLE.save(path)
-    before = path.read_bytes()
-
-    def break_off(file, **arrays):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez_compressed", break_off)
-    with pytest.raises(OSError, match="disk full"):
-        split(SMALL).save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_hash_sees_rows_and_boundaries_but_no_notes():
-    a, b, empty = np.array([1, 2]), np.array([3]), np.array([], int)
-    same = Split((a, b), (empty, empty))
-    assert same.hash == Split((a.copy(), b), (empty, empty), ("a note",)).hash
-    others = [
-        Split((np.array([1]), np.array([2, 3])), (empty, empty)),  # other boundary
-        Split((np.array([1, 4]), b), (empty, empty)),  # other row
-        Split((a, empty), (empty, b)),  # not labelled
-        Split((a, b, empty), (empty, empty, empty)),  # one client more
-        Split((b, a), (empty, empty)),  # other order of clients
-    ]
-    assert len({same.hash, *(other.hash for other in others)}) == 6
-
-
-def test_damage_is_noticed(tmp_path):
-    path = tmp_path / "split.npz"
-    split(SMALL).save(path)
-    whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    truth = Split.load(path)
-    noticed = 0
-    for _ in range(150):
-        damaged = bytearray(whole)
-        damaged[rng.integers(len(whole))] ^= 1 << rng.integers(8)
-        path.write_bytes(damaged)
-        try:
-            loaded = Split.load(path)
-        except UserError as error:
-            noticed += 1
-            assert "make the split anew" in str(error)
-        else:  # a bit that means nothing, such as one of a time stamp
-            assert loaded.hash == truth.hash
-    assert noticed > 100
-
-
-@pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 nor this"])
-def test_foreign_files_are_refused(tmp_path, content):
-    (tmp_path / "split.npz").write_bytes(content)
-    with pytest.raises(UserError, match="no split or is damaged"):
-        Split.load(tmp_path / "split.npz")
-
-
-def test_other_arrays_are_refused(tmp_path):
-    np.savez(tmp_path / "other.npz", x=np.arange(3))
-    np.save(tmp_path / "plain.npy", np.arange(3))
-    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
-    for path in tmp_path.iterdir():
-        with pytest.raises(UserError, match="no split or is damaged"):
-            Split.load(path)
-
-
-def test_changed_rows_are_refused(tmp_path):
-    path = tmp_path / "split.npz"
-    EXAMPLE.save(path)
-    with np.load(path) as file:
-        fields = dict(file)
-    fields["labelled_rows"] = fields["labelled_rows"] + 1
-    np.savez(path, **fields)
-    with pytest.raises(UserError, match="do not match its hash"):
-        Split.load(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"there is no split at .*absent\.npz"):
-        Split.load(tmp_path / "absent.npz")
-
-
-def test_check_refuses_rows_beyond_and_rows_used_twice():
-    EXAMPLE.check(5)
-    with pytest.raises(UserError, match="uses row 4, the data set has 4 rows"):
-        EXAMPLE.check(4)
-    with pytest.raises(UserError, match="uses row -1"):
-        Split((np.array([-1]),), (np.array([2]),)).check(4)
-    with pytest.raises(UserError, match="uses row 2 2 times"):
-        Split((np.array([1, 2]),), (np.array([2]),)).check(4)
-
-
-def test_names_count_from_one():
-    assert EXAMPLE.names == ("client 1", "client 2")

@@ -3,22 +3,15 @@
 import difflib
 import os
 import sys
-import zipfile
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedhassle.data import download
+from fedhassle.data import download, npz
+from fedhassle.data.npz import Images, Labels
 from fedhassle.errors import UserError
-
-Images = NDArray[np.uint8]
-Labels = NDArray[np.int64]
-
-CHANNELS = (1, 3)  # grey, colour
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -192,12 +185,12 @@ def _named(entry: Entry, folder: Path | None, progress: bool) -> Dataset:
     if entry.sources:
         path = download.fetch(entry.name, entry.sources, entry.read, data_folder(folder), progress)
         try:
-            arrays = _read(path)
+            arrays = npz.read(path)
         except UserError as error:
             raise UserError(f"{error}; remove the file to have it fetched again") from error
     else:
         with resources.as_file(resources.files("fedhassle.data") / f"{entry.name}.npz") as path:
-            arrays = _read(path)
+            arrays = npz.read(path)
     (train, *size), test = arrays.x_train.shape, len(arrays.x_test)
     found = (train, test, *size, len(arrays.class_names))
     channels, height, width = entry.shape
@@ -215,7 +208,7 @@ def _named(entry: Entry, folder: Path | None, progress: bool) -> Dataset:
 
 def _own(path: Path) -> Dataset:
     """Loads a user's file, with a network by its colours and pixel statistics of its training images."""
-    arrays = _read(path)
+    arrays = npz.read(path)
     height, width, channels = arrays.x_train.shape[1:]
     mean, std = _statistics(arrays.x_train)
     net = "lenet" if channels == 1 else "resnet8"
@@ -235,113 +228,3 @@ def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
         means.append(float(mean))
         deviations.append(float(spread) if np.count_nonzero(counts) > 1 else 1.0)
     return tuple(means), tuple(deviations)
-
-
-class _Arrays(NamedTuple):
-    """The checked content of an .npz, in the order of a Dataset's fields."""
-
-    x_train: Images
-    y_train: Labels
-    x_test: Images
-    y_test: Labels
-    class_names: tuple[str, ...]
-
-
-def _read(path: Path) -> _Arrays:
-    """Reads an .npz and makes sure that its arrays fit together."""
-    found = _members(path)
-    x_train, x_test = (_images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
-    y_train, y_test = (_labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
-    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise UserError(
-                f"{path}: x_{part} has {len(x)} images, y_{part} {len(y)} labels; expected as many"
-            )
-    size, test_size = x_train.shape[1:], x_test.shape[1:]
-    if size != test_size:
-        raise UserError(f"{path}: x_train has images of {size}, x_test of {test_size}; expected one shape")
-    present = np.unique(y_train)
-    if len(present) < 2 or len(present) != present[-1] + 1:
-        some = ", ".join(map(str, present[:10])) + ", …" * (len(present) > 10)
-        raise UserError(
-            f"{path}: y_train has the labels {some}; expected 0 to M−1, each of them, M at least 2"
-        )
-    if y_test.max() > present[-1]:
-        raise UserError(
-            f"{path}: y_test has the label {y_test.max()}; expected those of y_train, 0 to {present[-1]}"
-        )
-    return _Arrays(x_train, y_train, x_test, y_test, _class_names(found, len(present), path))
-
-
-def _members(path: Path) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of an .npz that concern us."""
-    found, name = {}, "the file"
-    try:
-        with path.expanduser().open("rb") as stream:
-            if not zipfile.is_zipfile(stream):  # numpy would take it for a pickle
-                raise zipfile.BadZipFile("no zip file, or cut short")
-            stream.seek(0)
-            with np.load(stream, allow_pickle=False) as members:
-                for name in (*download.Arrays._fields, "class_names"):
-                    if name in members:
-                        found[name] = np.asarray(members[name])
-    # Damaged bytes make numpy, zipfile and the decompressors raise a dozen kinds of errors.
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(
-            f"{path}: cannot read {name} ({reason}); expected an .npz as numpy.savez writes it"
-        ) from error
-    missing = [name for name in download.Arrays._fields if name not in found]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; expected {', '.join(download.Arrays._fields)}")
-    return found
-
-
-def _images(x: NDArray[Any], where: str) -> Images:
-    """Brings images to (N, H, W, C)."""
-    if x.ndim == 3:
-        x = x[..., None]
-        last, first = True, False
-    else:
-        last, first = (x.ndim == 4 and x.shape[axis] in CHANNELS for axis in (3, 1))
-    # Neither is no image; with both, a side of 1 or 3 pixels leaves open which axis is the colour.
-    if x.size == 0 or last == first:
-        expected = "(N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), neither empty nor ambiguous"
-        raise UserError(f"{where} has the shape {x.shape}; expected images as {expected}")
-    return _pixels(x if last else x.transpose(0, 2, 3, 1), where)
-
-
-def _pixels(x: NDArray[Any], where: str) -> Images:
-    """Brings pixels to uint8: whole numbers stay as they are, fractions in [0, 1] become round(255·x)."""
-    limit = {"u": 255, "i": 255, "f": 1}.get(x.dtype.kind)
-    if limit is None:
-        raise UserError(f"{where} has the type {x.dtype}; expected uint8, or floats in [0, 1]")
-    low, high = x.min().item(), x.max().item()
-    if not (low >= 0 and high <= limit):  # so that NaN, which spoils both, is out of range too
-        raise UserError(f"{where} ({x.dtype}) runs from {low} to {high}; expected 0 to {limit}")
-    pixels = np.rint(x.astype(np.float32) * 255) if limit == 1 else x
-    return np.ascontiguousarray(pixels, np.uint8)
-
-
-def _labels(y: NDArray[Any], where: str) -> Labels:
-    """Brings labels to int64."""
-    if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
-        raise UserError(f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)")
-    low, high = y.min().item(), y.max().item()
-    # No label can reach 2³¹ when each occurs; the bound keeps the conversion exact.
-    if not (low >= 0 and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
-        raise UserError(f"{where} runs from {low} to {high}; expected whole numbers 0 to M−1")
-    return y.astype(np.int64)
-
-
-def _class_names(found: dict[str, NDArray[Any]], classes: int, path: Path) -> tuple[str, ...]:
-    """Takes the names in the file, or else the numbers."""
-    names = found.get("class_names", np.arange(classes).astype(str))
-    try:
-        listed = names.tolist()
-    except (ValueError, SystemError):  # bytes that are no text
-        listed = None
-    if names.dtype.kind != "U" or names.shape != (classes,) or listed is None:
-        about = f"{names.dtype} of shape {names.shape}"
-        raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one a class")
-    return tuple(listed)

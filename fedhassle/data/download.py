@@ -5,7 +5,6 @@ import hashlib
 import http.client
 import logging
 import math
-import os
 import sys
 import tarfile
 import tempfile
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedhassle.errors import UserError
+from fedhassle.files import atomic
 
 ATTEMPTS = 3  # per address: a dropped connection is common, a server that is down stays down
 PAUSE = 1.0  # seconds before the second attempt, twice as long before the third
@@ -95,8 +95,8 @@ class _FailedError(Exception):
 def fetch(name: str, sources: Sequence[Source], read: Reader, folder: Path, progress: bool = True) -> Path:
     """Returns the folder's NAME.npz, made the first time from its canonical files, downloaded if need be.
 
-    What is unfinished stays in a temporary folder beside the result and vanishes with success, failure and
-    interruption alike; being on the same disk, the result moves into place as a whole.
+    Downloads stay in a temporary folder beside the result and vanish with success, failure and interruption
+    alike; the result is there whole or not at all.
     """
     target = folder / f"{name}.npz"
     try:
@@ -106,9 +106,7 @@ def fetch(name: str, sources: Sequence[Source], read: Reader, folder: Path, prog
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as temporary:
             advice = _advice(name, sources, folder)
             paths = [_obtain(source, folder, Path(temporary), advice, progress) for source in sources]
-            unfinished = Path(temporary) / target.name
-            _save(unfinished, read(paths))
-            unfinished.replace(target)
+            _save(target, read(paths))
     except OSError as error:
         raise UserError(
             f"cannot make {target}: {error.strerror or error}; "
@@ -127,12 +125,9 @@ def _advice(name: str, sources: Sequence[Source], folder: Path) -> str:
 
 
 def _save(path: Path, arrays: Arrays) -> None:
-    """Writes an .npz and waits until the disk has it, so that a power cut cannot leave an empty one."""
-    with path.open("wb") as file:
-        # Not compressed: photographs hardly shrink, and every run reads the file.
-        np.savez(file, **arrays._asdict())
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes an .npz; not compressed, since photographs hardly shrink and every run reads the file."""
+    with atomic(path) as temporary:
+        np.savez(temporary, **arrays._asdict())
 
 
 def _obtain(source: Source, folder: Path, temporary: Path, advice: str, progress: bool) -> Path:

@@ -59,6 +59,10 @@ def random_crop(pixels: Tensor, padding: int, down: Tensor, across: Tensor) -> T
 
 def window(side: int, padding: int, u: Tensor) -> Tensor:
     """Indices (B, side) of a random window in a side that is reflected at both ends."""
+    if padding >= side:
+        raise ValueError(
+            f"an image of side {side} cannot be reflected by {padding} pixels: the crop must be less"
+        )
     offset = (u * (2 * padding + 1)).long() - padding  # (B,), from −padding to padding
     index = offset[:, None] + torch.arange(side, device=u.device)
     return (side - 1) - ((side - 1) - index.abs()).abs()

@@ -54,9 +54,7 @@ class Hassle(Method):
     residual_steps: int = 100  # batches a round that train a residual (ruling 8)
     residual_decay: float = 0.0001  # weight decay of the residuals (ruling 8)
     residual_width: float = 0.25  # channels of a residual, as a share of the dual's (ruling 13)
-    pseudo_labels: Literal["round", "online"] = (
-        "round"  # once a round, or for each augmented batch (ruling 10)
-    )
+    pseudo_labels: Literal["round", "online"] = "round"  # once a round, or each augmented batch (ruling 10)
     threshold: float = 0.0  # confidence below which a sample gets no pseudo-label (ruling 12)
     shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
     residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
@@ -71,11 +69,14 @@ class Hassle(Method):
             require(0 <= value < math.inf, f"{name} must be at least 0, got {value}")
         require(0 < self.tau < math.inf, f"tau must be positive, got {self.tau}")
         require(0 < self.residual_width <= 1, f"residual_width must be in (0, 1], got {self.residual_width}")
-        require(self.residual_steps >= 1, f"residual_steps must be at least 1, got {self.residual_steps}")
+        steps = self.residual_steps
+        require(1 <= steps <= 100_000, f"residual_steps must be from 1 to 100,000, got {steps}")
         require(0 <= self.threshold <= 1, f"threshold must be in [0, 1], got {self.threshold}")
         for name in ("residual_rounds", "warmup"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must be at least 0, got {value}")
+        idle = self.residual_rounds and (self.warmup or not self.gra)
+        require(not idle, "residual_rounds trains residuals alone: it needs gra=true and warmup=0")
 
     @cached_property
     def residual_net(self) -> Net:
@@ -89,38 +90,47 @@ class Hassle(Method):
 
     def initial(self, seed: int) -> Arrays:
         """Four independent initialisations (ruling 14); slot 0 is also FedAvg's."""
-        slots = {"w_S": 0, "w_U": 0, "r_US": 2, "r_SU": 2} if self.shared_start else {"w_S": 0, "w_U": 1}
-        slots = {"r_US": 2, "r_SU": 3} | slots
+        slots = {"w_S": 0, "w_U": 1, "r_US": 2, "r_SU": 3}
+        if self.shared_start:
+            slots |= {"w_U": 0, "r_SU": 2}
+        if self.warmup:
+            slots |= {"w_U": 0}
         networks = self.networks()
-        return {
-            k: networks[k].initial(seed, slots[k]) for k in ("w_S", "w_U", "r_US", "r_SU") if k in networks
-        }
+        return {name: networks[name].initial(seed, slot) for name, slot in slots.items() if name in networks}
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """What the client's phases use and no more (ruling 21)."""
         needed: set[str] = set()
-        for side in SIDES:
-            if client.count(side.part):
-                needed |= {side.dual} | ({side.other} if self.mpa or self.gra else set())
-                needed |= {side.residual} if self.gra else set()
-                needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
-        if client.unlabelled:
-            needed |= {"w_S", "r_US", "w_S_before"}  # Eq. 11
+        for side in self.sides(client, t):
+            needed |= {side.dual}
+            needed |= {side.other} if self.mpa or self.trains_residuals(t) else set()
+            needed |= {side.residual} if self.trains_residuals(t) else set()
+            needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
+            if side is UNSUPERVISED:  # for the pseudo-labels
+                needed |= {"w_S_before", "r_US"} if "w_S_before" in state else {"w_S"}
         return {name: vector for name, vector in state.items() if name in needed}
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """Algorithm 1, lines 4–12, on the data that the client has."""
-        sides = SIDES[:1] if t <= self.warmup else SIDES
-        return tuple(phase for side in sides if client.count(side.part) for phase in self.side(side, t))
+        return tuple(phase for side in self.sides(client, t) for phase in self.side_phases(side, t))
 
-    def side(self, side: Side, t: int) -> Iterator[Phase]:
+    def sides(self, client: Client, t: int) -> tuple[Side, ...]:
+        """The sides that a client trains in round t."""
+        trained = (SUPERVISED,) if t <= self.warmup else SIDES
+        return tuple(side for side in trained if client.count(side.part))
+
+    def trains_residuals(self, t: int) -> bool:
+        """Whether round t trains the residual models."""
+        return self.gra and t > self.warmup
+
+    def side_phases(self, side: Side, t: int) -> Iterator[Phase]:
         """Algorithm 1, lines 5 and 6; with the roles exchanged, lines 9 to 11."""
         labels = self.pseudo_label if side is UNSUPERVISED else None
         walk = Stream(side.part, self.batch, labels=labels, online=self.pseudo_labels == "online")
-        if t > self.residual_rounds or not self.gra:
+        if t > self.residual_rounds:
             dual = Descent(side.dual, partial(self.dual_loss, side), self.sgd())
             yield Phase(side.part, (walk,), (dual,), self.epochs)
-        if self.gra and t > self.warmup:
+        if self.trains_residuals(t):
             loss = partial(self.residual_loss, side)
             residual = Descent(side.residual, loss, self.sgd(self.residual_decay))
             yield Phase(f"{side.part} residual", (walk,), (residual,), steps=self.residual_steps)

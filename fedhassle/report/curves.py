@@ -36,7 +36,7 @@ def draw_curves(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 marker="." if len(rounds) < 3 else "",
             )
     first = next(iter(summaries.values()))
-    axes.set(xlabel="round", ylabel="test accuracy (%)")
+    axes.set(xlabel="round", ylabel="accuracy (%)")
     axes.set_title(f"{first['method']} on {first['data']}" if alone else "accuracy by round", loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,7 +1,6 @@
 """The paper's dot picture of a split: which classes each client holds, with and without labels."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from fedhassle.data.partition import ClientRow
 from fedhassle.errors import UserError
+from fedhassle.files import atomic
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}
@@ -23,12 +23,17 @@ INK, PALE = "#333333", 0.22  # the legend's colour; how much of a colour a trans
 WIDEST_DOT = 0.92  # of the distance between neighbours: dots never touch
 LEFT, RIGHT, BOTTOM, TOP = 0.7, 1.75, 0.95, 0.55  # margins in inches; the legend stands in the right one
 POINTS = 72  # in an inch
+TICK_SIZE, TICKS_APART = 8, 0.13  # points; the least inches from the label of a class to the next
+MOST_NAMES, LONGEST_NAME = 20, 24  # classes, characters
 
 
-def draw_split(rows: Sequence[ClientRow], path: str | Path, title: str) -> None:
+def draw_split(
+    rows: Sequence[ClientRow], path: str | Path, title: str, class_names: Sequence[str] | None = None
+) -> None:
     """Draws clients against classes, with dots whose area is the number of samples.
 
     The filled middle of a dot is its labelled part, the transparent ring around it the unlabelled part.
+    A few classes are called by their names, many or nameless ones by their numbers.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
@@ -37,33 +42,55 @@ def draw_split(rows: Sequence[ClientRow], path: str | Path, title: str) -> None:
         raise UserError("a picture of a split needs at least one client, got none")
     labelled = np.array([row.labelled_counts for row in rows])  # (K, M)
     samples = labelled + np.array([row.unlabelled_counts for row in rows])
-    figure, axes, cell = _canvas(*labelled.shape)
+    clients, classes = labelled.shape
+    names = _shown(class_names or (), _cell_width(clients, classes))
+    figure, axes, cell = _canvas(clients, classes, LEFT + max(map(_width, names), default=0))
     largest = max(int(samples.max()), 1)
     scale = (WIDEST_DOT * cell * POINTS) ** 2 / largest  # points² for one sample
     for counts, filled in ((samples, False), (labelled, True)):
         _draw_dots(axes, counts * scale, [row.kind for row in rows], filled)
-    _mark_clients(axes, [row.kind for row in rows], cell, inch=1 / (labelled.shape[1] * cell))
-    _mark_classes(axes, labelled.shape[1], cell)
+    _mark_clients(axes, [row.kind for row in rows], cell, inch=1 / (classes * cell))
+    _mark_classes(axes, classes, cell, names)
     _explain(axes, {row.kind for row in rows}, largest, scale)
     axes.set_title(title, loc="left", fontsize=11, pad=9)
     _write(figure, path)
 
 
-def _canvas(clients: int, classes: int) -> tuple[Figure, Axes, float]:
-    """A figure of square cells as large as the page allows, and their width in inches."""
+def _shown(class_names: Sequence[str], cell: float) -> list[str]:
+    """The class names, cut to a bearable length; none where they would crowd or are mere numbers."""
+    crowded = len(class_names) > MOST_NAMES or cell < TICKS_APART
+    if crowded or all(name.isdecimal() for name in class_names):
+        return []
+    return [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in class_names]
+
+
+def _width(name: str) -> float:
+    """The width in inches of a class name beside the axes."""
+    figure = Figure()
+    text = figure.text(0, 0, name, fontsize=TICK_SIZE, parse_math=False)
+    return text.get_window_extent().width / figure.dpi
+
+
+def _cell_width(clients: int, classes: int) -> float:
+    """The width in inches of a square cell, as large as the page allows."""
     most = max(clients, classes)
-    cell = min(0.42, max(9 / most, min(0.14, 24 / most)))
-    width, height = LEFT + clients * cell + RIGHT, BOTTOM + max(classes * cell, 1.4) + TOP
+    return min(0.42, max(9 / most, min(0.14, 24 / most)))
+
+
+def _canvas(clients: int, classes: int, left: float = LEFT) -> tuple[Figure, Axes, float]:
+    """A figure of square cells, and their width in inches."""
+    cell = _cell_width(clients, classes)
+    width, height = left + clients * cell + RIGHT, BOTTOM + max(classes * cell, 1.4) + TOP
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     base = height - TOP - classes * cell  # the cells hang from the title, however few
-    axes = figure.add_axes((LEFT / width, base / height, clients * cell / width, classes * cell / height))
+    axes = figure.add_axes((left / width, base / height, clients * cell / width, classes * cell / height))
     axes.set_xlim(0.5, clients + 0.5)
     axes.set_ylim(-0.5, classes - 0.5)
     axes.set_axisbelow(True)
     axes.grid(color="#ECECEC", linewidth=0.6)
     axes.spines[:].set_color("#BBBBBB")
-    axes.tick_params(length=0, labelsize=8)
+    axes.tick_params(length=0, labelsize=TICK_SIZE)
     return figure, axes, cell
 
 
@@ -101,9 +128,12 @@ def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) ->
     axes.text(0.5, -0.58 * inch, "client", transform=axes.transAxes, fontsize=9.5, ha="center", va="top")
 
 
-def _mark_classes(axes: Axes, classes: int, cell: float) -> None:
-    """Numbers the classes from 0."""
-    axes.set_yticks(_ticks(0, classes - 1, cell, apart=0.13))
+def _mark_classes(axes: Axes, classes: int, cell: float, names: Sequence[str]) -> None:
+    """Names the classes, or numbers them from 0 where there are no names."""
+    if names:
+        axes.set_yticks(range(classes), names, parse_math=False)  # a $ is a $
+    else:
+        axes.set_yticks(_ticks(0, classes - 1, cell, apart=TICKS_APART))
     axes.set_ylabel("class", fontsize=9.5)
 
 
@@ -152,10 +182,5 @@ def _key(
 
 def _write(figure: Figure, path: Path) -> None:
     """Writes the picture whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(unfinished, format=path.suffix[1:], dpi=160)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=160)

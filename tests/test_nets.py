@@ -1,0 +1,269 @@
+"""Networks as functions of one flat vector."""
+
+import math
+
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedhassle.errors import UserError
+from fedhassle.method import Model
+from fedhassle.nets import NETS, LeNet, Net, ResNet8, check_image, max_pool
+
+BUILDS = pytest.mark.parametrize(
+    ("build", "channels"),
+    [(LeNet, 1), (ResNet8, 3), (small.ConvNet, 3), (small.NoisyNet, 1)],
+    ids=["lenet", "resnet8", "own", "own with an integer"],
+)
+
+
+def made(build, channels, width=0.25):
+    return small.net(build, channels, width=width)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def module_of(net, seed=5):
+    """A module of the network's shape whose every tensor is drawn at random, statistics as well."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = net.build(net.shape, net.classes, net.width)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.data.copy_(torch.rand_like(tensor) * 0.5 + 0.1)
+    return module
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "classes", "width", "count"),
+    [
+        (ResNet8, (3, 32, 32), 10, 1, 1_227_594),
+        (ResNet8, (3, 32, 32), 100, 1, 1_250_724),
+        (ResNet8, (3, 32, 32), 10, 1 / 4, 78_042),
+        (LeNet, (1, 28, 28), 10, 1, 61_706),
+    ],
+)
+def test_the_parameters_are_as_many_as_the_papers(build, shape, classes, width, count):
+    assert Net(build, shape, classes, width).weights == count
+
+
+def test_resnet8_by_hand():
+    """Kernels and BatchNorm of 64, 64, 64 | 128, 128, 128 (shortcut) | 256, 256, 256 (shortcut) channels.
+
+    Kernels: 27·64 + 9·64·64·2 + (9·64·128 + 9·128·128 + 64·128) + (9·128·256 + 9·256·256 + 128·256),
+    the linear layer 256·10 + 10, BatchNorm two weights and two statistics for each of 1,344 channels.
+    """
+    first = 27 * 64 + 2 * 9 * 64 * 64
+    second = 9 * 64 * 128 + 9 * 128 * 128 + 64 * 128
+    third = 9 * 128 * 256 + 9 * 256 * 256 + 128 * 256
+    channels = 3 * 64 + 3 * 128 + 3 * 256
+    net = Net(ResNet8, (3, 32, 32), 10)
+    assert net.kernels == first + second + third + 2570
+    assert net.weights == net.kernels + 2 * channels
+    assert net.statistics == 2 * channels
+    assert net.initial(0).shape == (net.weights + net.statistics,)
+
+
+def test_the_width_of_lenet_rounds_up():
+    """Of 6/16/120/84 units: a quarter is 1.5/4/30/21, a sixteenth 0.375/1/7.5/5.25."""
+    for width, units in ((1 / 4, [2, 4, 30, 21]), (1 / 16, [1, 1, 8, 6])):
+        lenet = LeNet((1, 28, 28), 10, width)
+        found = [lenet.conv1.out_channels, lenet.conv2.out_channels]
+        found += [lenet.hidden1.out_features, lenet.hidden2.out_features]
+        assert found == units
+        assert lenet.output.out_features == 10
+
+
+def test_scaled_is_relative_to_the_full_network():
+    """The width is a share of the dual's channels; scaling twice does not multiply."""
+    full = Net(ResNet8, (3, 32, 32), 10)
+    assert full.scaled(1 / 4).weights == 78_042
+    assert full.scaled(1 / 2).scaled(1 / 4).weights == 78_042
+
+
+def test_resnet8_starts_with_the_papers_spread():
+    """Kernels N(0, 2/(k²·out)): the last 3×3 kernel has 589,824 entries, so its spread is known to 0.4 %."""
+    net = Net(ResNet8, (3, 32, 32), 10)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        kernel = net.build(*(net.shape, 10)).blocks[2].conv2.weight.detach().double()
+    assert kernel.std().item() == pytest.approx(math.sqrt(2 / (9 * 256)), rel=0.004)
+    assert abs(kernel.mean().item()) < 4 * math.sqrt(2 / (9 * 256)) / math.sqrt(kernel.numel())
+
+
+@pytest.mark.parametrize("side", [11, 8, 4])
+def test_lenet_refuses_images_that_its_kernels_do_not_fit(side):
+    with pytest.raises(UserError, match=rf"at least 12×12.*got {side}×20"):
+        Net(LeNet, (1, side, 20), 10)
+
+
+def test_lenet_takes_the_smallest_image_and_odd_or_oblong_ones():
+    for height, width in ((12, 12), (13, 15), (12, 31)):
+        net = Net(LeNet, (1, height, width), 10)
+        assert net.logits(net.initial(0), torch.zeros(2, 1, height, width)).shape == (2, 10)
+
+
+# The vector
+
+
+@BUILDS
+def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, channels):
+    """Every tensor gets a number of its own: the vector must hold the numbers in the documented order."""
+    net = made(build, channels)
+    module = module_of(net)
+    norms = {name for name, layer in module.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+
+    def rank(name):
+        owner, _, leaf = name.rpartition(".")
+        return (2 if leaf.startswith("running") else 1) if owner in norms else 0
+
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    for number, tensor in enumerate(tensors.values()):
+        tensor.data.fill_(number)
+    vector = net.flatten(module).tolist()
+    parts = vector[: net.kernels], vector[net.kernels : net.weights], vector[net.weights :]
+    for level, part in enumerate(parts):
+        expected = [
+            float(number)
+            for number, (name, tensor) in enumerate(tensors.items())
+            for _ in range(tensor.numel())
+            if rank(name) == level
+        ]
+        assert part == expected
+
+
+@BUILDS
+@pytest.mark.parametrize("training", [False, True])
+def test_f_of_x_and_w_is_the_plain_module(build, channels, training):
+    """Logits, and in training the running statistics after the batch; evaluation leaves them alone."""
+    net = made(build, channels)
+    module = module_of(net).train(training)
+    weights, statistics = (part.clone() for part in net.parts(net.flatten(module)))
+    before = statistics.clone()
+    x = drawn(5, *net.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)  # for dropout
+        expected = module(x)
+        torch.manual_seed(3)
+        found = Model(net, weights, statistics, training)(x)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+    moved = net.parts(net.flatten(module))[1]  # after the module's own pass
+    torch.testing.assert_close(statistics, moved, rtol=1e-5, atol=1e-6)
+    assert torch.equal(statistics, before) != (training and net.statistics > 0)
+
+
+@BUILDS
+def test_the_gradient_is_the_plain_modules(build, channels):
+    """∂/∂w Σ z·c, as one vector in the layout of w."""
+    net = made(build, channels)
+    module = module_of(net).eval()
+    x, c = drawn(4, *net.shape), drawn(4, net.classes, seed=1)
+    weights, statistics = net.parts(net.flatten(module))
+    leaf = weights.clone().requires_grad_()
+    (found,) = torch.autograd.grad((net(leaf, statistics, x) * c).sum(), leaf)
+    (module(x) * c).sum().backward()
+    for parameter in module.parameters():
+        parameter.data.copy_(parameter.grad)
+    torch.testing.assert_close(found, net.parts(net.flatten(module))[0], rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_are_channels_last_views_of_the_vector():
+    """A 3×3 kernel (out, in, 3, 3) lies as (out, 3, 3, in): strides (9·in, 1, 3·in, in), no copy."""
+    seen = {}
+
+    class Spy(small.ConvNet):
+        def forward(self, x):
+            seen.update(self.named_parameters())
+            return super().forward(x)
+
+    net = Net(Spy, (3, 12, 12), 4)
+    vector = net.initial(0)
+    net.logits(vector, torch.zeros(2, 3, 12, 12))
+    kernel = seen["conv.weight"]
+    assert kernel.is_contiguous(memory_format=torch.channels_last)
+    assert kernel.stride() == (27, 1, 9, 3)
+    start, end = vector.data_ptr(), vector.data_ptr() + 4 * len(vector)
+    assert all(start <= tensor.data_ptr() < end for tensor in seen.values())
+
+
+def test_a_vector_of_double_precision_works():
+    net = made(LeNet, 1)
+    z = net.logits(net.initial(0).double(), drawn(2, *net.shape).double())
+    assert z.dtype == torch.float64
+
+
+# Initial vectors
+
+
+@BUILDS
+def test_initial_vectors_depend_on_seed_and_slot_alone(build, channels, global_randomness):
+    net = made(build, channels)
+    first = net.initial(7, slot=1)
+    assert torch.equal(made(build, channels).initial(7, slot=1), first)
+    others = [net.initial(7, 0), net.initial(8, 1), net.initial(8, 0), net.initial(7, 2)]
+    assert not any(torch.equal(first, other) for other in others)
+
+
+def test_initial_vectors_are_the_modules_own_initialisation():
+    """PyTorch's default for a linear layer: U(−1/√fan_in, 1/√fan_in); BatchNorm starts at 1, 0, 0, 1."""
+    net = made(small.ConvNet, 3, width=1)
+    vector = net.initial(0)
+    kernels, norm, statistics = vector.split([net.kernels, net.weights - net.kernels, net.statistics])
+    bound = max(1 / math.sqrt(27), 1 / math.sqrt(8))
+    assert 0.5 * bound < kernels.abs().max() <= bound
+    assert norm.tolist() == [1.0] * 8 + [0.0] * 8
+    assert statistics.tolist() == [0.0] * 8 + [1.0] * 8
+
+
+# Own networks
+
+
+def test_an_integer_buffer_is_a_constant_that_does_not_travel():
+    net = made(small.NoisyNet, 1)
+    assert net.statistics == 0
+    assert len(net.initial(0)) == 144 * 4 + 4
+    x = drawn(2, *net.shape)
+    w = net.initial(0)
+    kernel, bias = w[: 144 * 4].view(4, 144), w[144 * 4 :]
+    torch.testing.assert_close(net.logits(w, x), x.flatten(1).flip(1) @ kernel.T + bias)
+
+
+def test_a_network_that_fails_on_the_images_is_told_so():
+    with pytest.raises(UserError, match=r"must return logits of shape \(B, 4\), got \(2, 9\)"):
+        check_image(
+            Net(lambda shape, classes, width: nn.Sequential(nn.Flatten(), nn.Linear(9, 9)), (1, 3, 3), 4)
+        )
+    with pytest.raises(UserError, match=r"fails on images of shape \(1, 3, 3\)"):
+        check_image(
+            Net(lambda shape, classes, width: nn.Sequential(nn.Flatten(), nn.Linear(7, 4)), (1, 3, 3), 4)
+        )
+    check_image(made(small.ConvNet, 1))
+
+
+def test_a_network_says_its_clip():
+    """Ruling 9: 1 for LeNet, 5 for ResNet-8 and for a network that does not say."""
+    clips = [Net(build, (1, 12, 12), 4, 0.25).clip for build in (*NETS.values(), small.ConvNet)]
+    assert clips == [1.0, 5.0, 5.0]
+
+
+# Pooling
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (7, 7), (7, 4), (2, 5), (3, 3)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_max_pool_is_pytorchs(height, width, layout):
+    x = drawn(3, 2, height, width).contiguous(memory_format=layout)
+    expected = F.max_pool2d(x, 2)
+    assert torch.equal(max_pool(x), expected)
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(max_pool(leaf), expected)
+    (gradient,) = torch.autograd.grad(max_pool(leaf).sum(), leaf)
+    assert gradient.sum() == expected.numel()  # each maximum passes one

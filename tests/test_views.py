@@ -1,0 +1,113 @@
+"""What training sees of an image, against one image at a time in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedhassle.data.views import make_views, random_crop
+
+CPU = torch.device("cpu")
+BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+
+
+def images(n=5, height=7, width=7, channels=3):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (n, height, width, channels), dtype=np.uint8)
+
+
+def views(channels=3, flip=True, crop=2):
+    mean, std = (0.2, 0.5, 0.7)[:channels], (0.1, 0.25, 0.4)[:channels]
+    return make_views(mean, std, flip, crop, CPU), np.array(mean), np.array(std)
+
+
+def cropped(image, padding, down, across):
+    """The window of an image's own size at (down, across) of the image padded by reflection."""
+    height, width, _ = image.shape
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    return padded[down : down + height, across : across + width]
+
+
+def draw(offset, padding):
+    """The uniform numbers at both ends of the interval that stands for an offset in 0 … 2·padding."""
+    cells = 2 * padding + 1
+    low, high = np.float32(offset / cells), np.float32((offset + 1) / cells)
+    return np.nextafter(low, np.float32(1)), np.nextafter(high, np.float32(0)) - np.float32(1e-6)
+
+
+@pytest.mark.parametrize(("height", "width", "padding"), [(7, 7, 2), (5, 9, 3), (4, 6, 3), (6, 4, 1)])
+def test_crops_at_every_offset_equal_numpys_reflection(height, width, padding):
+    """All (2p + 1)² windows, among them the four corners, with padding up to a pixel less than the side."""
+    pixels = images(1, height, width)
+    for down in range(2 * padding + 1):
+        for across in range(2 * padding + 1):
+            expected = cropped(pixels[0], padding, down, across)
+            for u, v in zip(draw(down, padding), draw(across, padding), strict=True):
+                found = random_crop(torch.from_numpy(pixels), padding, torch.tensor([u]), torch.tensor([v]))
+                assert (found[0].numpy() == expected).all(), (down, across)
+
+
+@pytest.mark.parametrize("padding", [1, 2, 3, 4, 5, 6])
+def test_the_extreme_draws_stay_inside(padding):
+    """For u = 0 the first window, for the largest float32 below 1 the last: rounding must not pass it."""
+    pixels = images(1, 8, 8)
+    for u, offset in ((np.float32(0), 0), (BELOW_ONE, 2 * padding)):
+        found = random_crop(torch.from_numpy(pixels), padding, torch.tensor([u]), torch.tensor([u]))
+        assert (found[0].numpy() == cropped(pixels[0], padding, offset, offset)).all()
+
+
+def test_each_image_of_a_batch_has_its_own_draws():
+    """Flip where u₀ < ½, then the window at ⌊u·(2p + 1)⌋; a flipped image is flipped before it is padded."""
+    see, mean, std = views(crop=2)
+    pixels = images(40, 6, 9)
+    u = np.random.default_rng(1).random((40, 3), dtype=np.float32)
+    found = see(torch.from_numpy(pixels), "weak", torch.from_numpy(u)).numpy()
+    for k, image in enumerate(pixels):
+        seen = image[:, ::-1] if u[k, 0] < 0.5 else image
+        seen = cropped(seen, 2, int(u[k, 1] * 5), int(u[k, 2] * 5))
+        expected = ((seen / 255 - mean) / std).transpose(2, 0, 1)
+        np.testing.assert_allclose(found[k], expected, atol=2e-6)
+
+
+def test_the_flip_is_horizontal_and_takes_half_of_the_draws():
+    see, _, _ = views(crop=0)
+    pixels = images(4)
+    u = torch.zeros(4, 3)
+    u[:, 0] = torch.tensor([0.0, 0.4999, 0.5, float(BELOW_ONE)])
+    seen = see.weak(torch.from_numpy(pixels), u).numpy()
+    assert (seen[:2] == pixels[:2, :, ::-1]).all()
+    assert (seen[2:] == pixels[2:]).all()
+
+
+def test_without_flip_and_crop_weak_is_clean():
+    see, _, _ = views(flip=False, crop=0)
+    pixels = torch.from_numpy(images())
+    assert torch.equal(see(pixels, "weak", torch.zeros(5, 3)), see(pixels, "clean", torch.zeros(5, 0)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalisation_is_by_channel_on_the_scale_of_one(channels):
+    """(pixel/255 − mean)/std; 0 and 255 are the ends."""
+    see, mean, std = views(channels)
+    pixels = images(3, 5, 8, channels)
+    pixels[0, 0, 0], pixels[0, 0, 1] = 0, 255
+    found = see(torch.from_numpy(pixels), "clean", torch.zeros(3, 0))
+    expected = ((pixels.astype(np.float64) / 255 - mean) / std).transpose(0, 3, 1, 2)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("view", ["clean", "weak"])
+def test_what_a_network_gets_lies_channels_last(view):
+    see, _, _ = views()
+    pixels = torch.from_numpy(images(4, 6, 9))
+    x = see(pixels, view, torch.rand(4, see.uniforms(view), generator=torch.Generator().manual_seed(0)))
+    assert x.shape == (4, 3, 6, 9)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_pixels_are_not_written_to():
+    see, _, _ = views()
+    pixels = torch.from_numpy(images())
+    before = pixels.clone()
+    see(pixels, "weak", torch.full((5, 3), 0.3))
+    assert torch.equal(pixels, before)
