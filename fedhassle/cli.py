@@ -161,10 +161,13 @@ def plain(value: Any) -> Any:
 
 def split_table(rows: Sequence[Any], digest: str) -> Table:
     """Counts and effective classes, a row for each client."""
-    shown = Table(title=f"split {digest[:12]}", title_justify="left")
+    shown = Table(
+        title=f"split {digest[:12]}: samples, and effective classes (exp of the entropy of the mix)",
+        title_justify="left",
+    )
     for column in ("client", "kind"):
         shown.add_column(column)
-    for column in ("labelled", "unlabelled", "classes", "of labelled", "of unlabelled"):
+    for column in ("labelled", "unlabelled", "eff. classes", "of lab.", "of unl."):
         shown.add_column(column, justify="right")
     for row in rows:
         classes = (row.effective, row.effective_labelled, row.effective_unlabelled)
@@ -184,14 +187,15 @@ def compare(
         "compare.png"
     ),
 ) -> None:
-    """Print runs side by side and draw their curves together."""
+    """Print runs side by side and draw their curves together; seeds of one setting become mean ± std."""
     from fedhassle.report.curves import draw_curves
+    from fedhassle.report.groups import grouped
     from fedhassle.runs import read_summary
     from fedhassle.view import comparison_table
 
-    summaries = {str(folder): read_summary(folder) for folder in folders}
-    console.print(comparison_table(summaries))
-    draw_curves(summaries, picture)
+    groups = grouped([read_summary(folder) for folder in folders])
+    console.print(comparison_table(groups))
+    draw_curves(groups, picture)
     console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
 
 

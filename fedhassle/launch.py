@@ -34,6 +34,7 @@ from fedhassle.evaluate import accuracy
 from fedhassle.files import write_json, write_text
 from fedhassle.method import Method
 from fedhassle.report.curves import draw_curves
+from fedhassle.report.groups import grouped
 from fedhassle.requested import Requested, from_json, to_json
 from fedhassle.rounds import Plan
 from fedhassle.runs import Folder, Metrics, Step, conduct, finish
@@ -157,7 +158,7 @@ def carry_out(run: Run) -> Iterator[Step]:
         every = run.settings.evaluate_every
         yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
         summary = finish(run.folder, run.method, about_run(run), about_model(run))
-        draw_curves({run.settings.method.name: summary}, run.folder.curves)
+        draw_curves(grouped([summary]), run.folder.curves)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
 
 

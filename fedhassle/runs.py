@@ -229,10 +229,20 @@ def read_summary(path: Path) -> Metrics:
     file = Folder(path).summary if path.is_dir() else path
     try:
         summary: Metrics = json.loads(file.read_text("utf-8"))
-        summary["accuracy"], summary["history"], summary["method"], summary["headline"]
+        missing = {
+            "method",
+            "data",
+            "settings",
+            "settings_hash",
+            "headline",
+            "accuracy",
+            "history",
+        } - summary.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError as error:
         hint = f": finish the run with fedhassle resume {path}" if Folder(path).config.exists() else ""
         raise UserError(f"{file} does not exist{hint}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{file} is no summary of a run: {error}") from error
     return summary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fedhassle.method import Client
+from fedhassle.report.groups import Group
 from fedhassle.runs import Metrics, Step
 
 LABELS = {
@@ -108,25 +110,36 @@ def final_table(summary: Metrics) -> Table:
     return table
 
 
-def comparison_table(summaries: dict[str, Metrics]) -> Table:
-    """Runs side by side, a row for each prediction."""
-    table = Table(title="accuracy: mean of the last 10 evaluations", title_justify="left")
-    for column in ("run", "method", "data", "seed"):
+def comparison_table(groups: Sequence[Group]) -> Table:
+    """Methods and settings side by side, a row for each prediction; seeds are taken together."""
+    table = Table(title="accuracy in %, mean ± std over seeds", title_justify="left")
+    for column in ("run", "data", "seeds", "prediction"):
         table.add_column(column)
-    for column in ("prediction", "accuracy", "last", "best", "rounds", "MB up", "minutes"):
+    for column in ("last 10 evaluations", "last", "best", "rounds", "MB up", "minutes"):
         table.add_column(column, justify="right")
-    best = max(score["mean_of_last"] for s in summaries.values() for score in s["accuracy"].values())
-    for label, summary in summaries.items():
-        about = [label, summary["method"], summary["data"], str(summary["seed"])]
-        cost = [str(summary["rounds"]), f"{megabytes(summary):.0f}", f"{summary['seconds'] / 60:.1f}"]
-        for name, score in summary["accuracy"].items():
-            figures = [f"{100 * score[key]:.2f}" for key in ("mean_of_last", "last", "best")]
-            style = "bold" if score["mean_of_last"] == best else None
+    best = max(group.score(name).mean for group in groups for name in group.predictions)
+    for group in groups:
+        first = group.runs[0]
+        about = [group.label, first["data"], str(len(group.runs))]
+        cost = [str(first["rounds"]), f"{mean_of(group, megabytes):.0f}", f"{mean_of(group, minutes):.1f}"]
+        for name in group.predictions:
+            figures = [str(group.score(name, figure)) for figure in ("mean_of_last", "last", "best")]
+            style = "bold" if group.score(name).mean == best else None
             table.add_row(*about, name, *figures, *cost, style=style)
-            about, cost = [""] * 4, [""] * 3
+            about, cost = [""] * 3, [""] * 3
     return table
+
+
+def mean_of(group: Group, figure: Callable[[Metrics], float]) -> float:
+    """The mean of a figure over a group's runs."""
+    return statistics.fmean(figure(run) for run in group.runs)
 
 
 def megabytes(summary: Metrics) -> float:
     """All that clients sent."""
     return sum(sum(m["bytes_up"].values()) for m in summary["history"]) / 1e6
+
+
+def minutes(summary: Metrics) -> float:
+    """How long a run took."""
+    return float(summary["seconds"]) / 60

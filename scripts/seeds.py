@@ -9,7 +9,6 @@ is there is not run again, one that was cut goes on.
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -40,17 +39,10 @@ def headline(path: Path) -> str:
     return "  ".join(f"{name} {100 * score['mean_of_last']:.2f}" for name, score in scores.items())
 
 
-def report(method: str, paths: list[Path]) -> None:
-    """Mean ± std over the seeds of each prediction, and how many stayed at chance at the end."""
-    runs = [json.loads(path.read_text()) for path in paths]
-    for name in runs[0]["accuracy"]:
-        scores = [100 * run["accuracy"][name]["mean_of_last"] for run in runs]
-        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-        stuck = [run["seed"] for run in runs if max(m["accuracy"][name] for m in run["history"][-10:]) < 0.2]
-        print(
-            f"| {method} | {name} | {statistics.fmean(scores):.2f} ± {spread:.2f} | "
-            f"{min(scores):.2f} | {max(scores):.2f} | {len(runs)} | {stuck or 'none'} |"
-        )
+def stuck(path: Path) -> list[str]:
+    """The predictions that stayed at chance in the last ten evaluations."""
+    run = json.loads(path.read_text())
+    return [name for name in run["accuracy"] if max(m["accuracy"][name] for m in run["history"][-10:]) < 0.2]
 
 
 def main() -> None:
@@ -65,14 +57,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     known = parser.parse_args(sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else None)
     with ThreadPoolExecutor(known.jobs) as pool:
-        futures = {
-            method: [pool.submit(run, known.folder, method, seed, words) for seed in range(known.seeds)]
-            for method in known.methods
-        }
-    print("| method | prediction | mean ± std | lowest | highest | seeds | seeds at chance in the last 10 |")
-    print("|---|---|---|---|---|---|---|")
-    for method, done in futures.items():
-        report(method, [future.result() for future in done])
+        jobs = [(method, seed) for method in known.methods for seed in range(known.seeds)]
+        paths = list(pool.map(lambda job: run(known.folder, *job, words), jobs))
+    subprocess.run(
+        [*FEDHASSLE, "compare", *map(str, paths), "--picture", str(known.folder / "curves.png")], check=True
+    )
+    print("at chance in the last 10 evaluations:", {str(p): s for p in paths if (s := stuck(p))} or "none")
 
 
 if __name__ == "__main__":

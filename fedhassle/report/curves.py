@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fedhassle.errors import UserError
 from fedhassle.files import atomic
+from fedhassle.report.groups import Group
 
 # Colour-blind safe (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def draw_curves(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """One run: all its predictions; several: the headline of each."""
+def draw_curves(groups: Sequence[Group], path: Path) -> None:
+    """One group: all its predictions; several: the headline of each. Bands are ± one std over seeds."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"a picture of curves ends in .png, .svg or .pdf, got {path.name!r}")
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    alone = len(summaries) == 1
-    for label, summary in summaries.items():
-        names = summary["accuracy"] if alone else [summary["headline"]]
-        for name in names:
-            rounds = [m["round"] for m in summary["history"]]
-            curve = [100 * m["accuracy"][name] for m in summary["history"]]
-            shown = name if alone else label if name == "model" else f"{label} {name}"
-            faint = alone and name not in ("model", "SM", "UM", "EM")
-            axes.plot(
-                rounds,
-                curve,
-                color=COLOURS[len(axes.lines) % len(COLOURS)],
-                label=shown,
-                linewidth=1 if faint else 1.8,
-                linestyle=":" if faint else "-",
-                marker="." if len(rounds) < 3 else "",
-            )
-    first = next(iter(summaries.values()))
+    for group in groups:
+        for prediction in group.predictions if len(groups) == 1 else [group.headline]:
+            draw_curve(axes, group, prediction, alone=len(groups) == 1)
+    seeds = {len(group.runs) for group in groups}
+    about = f"{groups[0].label} on {groups[0].runs[0]['data']}" if len(groups) == 1 else "accuracy by round"
+    axes.set_title(about + (f", {seeds.pop()} seeds" if seeds not in ({1}, set()) else ""), loc="left")
     axes.set(xlabel="round", ylabel="accuracy (%)")
-    axes.set_title(f"{first['method']} on {first['data']}" if alone else "accuracy by round", loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", ncols=1 + (len(axes.lines) > 5))
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=150)
+
+
+def draw_curve(axes: Axes, group: Group, prediction: str, alone: bool) -> None:
+    """One line, with a band where there are several seeds."""
+    curve = group.curve(prediction)
+    means = [100 * spread.mean for spread in curve.spreads]
+    named = [] if prediction == "model" and not alone else [prediction]
+    aside = alone and prediction not in ("model", "SM", "UM", "EM")  # models without their residuals
+    colour = COLOURS[len(axes.lines) % len(COLOURS)]
+    axes.plot(
+        curve.rounds,
+        means,
+        color=colour,
+        label=" ".join(([] if alone else [group.label]) + named),
+        linewidth=1 if aside else 1.8,
+        linestyle=":" if aside else "-",
+        marker="." if len(means) < 3 else "",
+    )
+    if len(group.runs) > 1 and not aside:
+        half = [100 * (spread.std or 0) for spread in curve.spreads]
+        low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
+        axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -1,0 +1,94 @@
+"""Runs that differ in their seed alone, taken together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fedhassle.runs import Metrics
+
+MACHINE = ("seed", "device", "threads", "data.folder", "method.name")  # settings that name no experiment
+
+
+class Spread(NamedTuple):
+    """Mean over seeds, and standard deviation where there are several."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.2f}" + ("" if self.std is None else f" ± {100 * self.std:.2f}")
+
+
+class Curve(NamedTuple):
+    """Accuracy by round, over seeds."""
+
+    rounds: list[int]
+    spreads: list[Spread]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one method with one set of settings."""
+
+    label: str
+    runs: tuple[Metrics, ...]
+
+    @property
+    def headline(self) -> str:
+        """The prediction that stands for the method."""
+        return str(self.runs[0]["headline"])
+
+    @property
+    def predictions(self) -> list[str]:
+        """What its runs report the accuracy of."""
+        return list(self.runs[0]["accuracy"])
+
+    def score(self, prediction: str, figure: str = "mean_of_last") -> Spread:
+        """A final accuracy over the seeds."""
+        return spread([run["accuracy"][prediction][figure] for run in self.runs])
+
+    def curve(self, prediction: str) -> Curve:
+        """The accuracy by round, at the rounds that all seeds have."""
+        found = [{m["round"]: m["accuracy"][prediction] for m in run["history"]} for run in self.runs]
+        rounds = sorted(set.intersection(*(set(curve) for curve in found)))
+        return Curve(rounds, [spread([curve[t] for curve in found]) for t in rounds])
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation."""
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def grouped(summaries: Sequence[Metrics]) -> list[Group]:
+    """Runs that differ in their seed alone as one group, labelled by what sets it apart."""
+    together: dict[tuple[str, str, str], list[Metrics]] = {}
+    for summary in summaries:
+        key = (summary["method"], summary["data"], summary["settings_hash"])
+        together.setdefault(key, []).append(summary)
+    settings = [dict(flat(runs[0]["settings"])) for runs in together.values()]
+    labels = [
+        " ".join([method, *differences(mine, settings)])
+        for (method, _, _), mine in zip(together, settings, strict=True)
+    ]
+    return [Group(label, tuple(runs)) for label, runs in zip(labels, together.values(), strict=True)]
+
+
+def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings in which a group differs from others that have them too, as KEY=VALUE."""
+    return [
+        f"{key.removeprefix('method.').removesuffix('.name')}={value}"
+        for key, value in mine.items()
+        if key not in MACHINE and any(key in other and other[key] != value for other in all_settings)
+    ]
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings with dotted keys."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key != "labels":
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
