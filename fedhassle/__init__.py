@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedhassle.api import Result, run
+    from fedhassle.data.datasets import load as dataset
     from fedhassle.errors import UserError
     from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
     from fedhassle.model import load
 
 _HOME = {
-    "api": ("Result", "run"),
-    "errors": ("UserError",),
-    "method": ("Batch", "Client", "Descent", "Method", "Model", "Models", "Phase", "SGD", "Stream", "Update"),
-    "model": ("load",),
+    "fedhassle.api": ("Result", "run"),
+    "fedhassle.errors": ("UserError",),
+    "fedhassle.method": (
+        *("SGD", "Batch", "Client", "Descent", "Method"),
+        *("Model", "Models", "Phase", "Stream", "Update"),
+    ),
+    "fedhassle.model": ("load",),
 }
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "Stream",
     "Update",
     "UserError",
+    "dataset",
     "load",
     "run",
 ]
@@ -38,7 +43,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: the command line answers before PyTorch is loaded."""
+    if name == "dataset":
+        return importlib.import_module("fedhassle.data.datasets").load
     for module, names in _HOME.items():
         if name in names:
-            return getattr(importlib.import_module(f"fedhassle.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'fedhassle' has no attribute {name!r}")

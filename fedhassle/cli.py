@@ -162,12 +162,12 @@ def plain(value: Any) -> Any:
 def split_table(rows: Sequence[Any], digest: str) -> Table:
     """Counts and effective classes, a row for each client."""
     shown = Table(
-        title=f"split {digest[:12]}: samples, and effective classes (exp of the entropy of the mix)",
+        title=f"split {digest[:12]}: samples; effective classes",
         title_justify="left",
     )
     for column in ("client", "kind"):
         shown.add_column(column)
-    for column in ("labelled", "unlabelled", "eff. classes", "of lab.", "of unl."):
+    for column in ("labelled", "unlabelled", "all", "lab.", "unl."):
         shown.add_column(column, justify="right")
     for row in rows:
         classes = (row.effective, row.effective_labelled, row.effective_unlabelled)

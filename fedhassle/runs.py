@@ -26,6 +26,7 @@ Metrics = dict[str, Any]
 """One line of metrics.jsonl: a round that was evaluated, and what happened since the line before."""
 
 KINDS = ("full", "partial", "unlabelled")
+NEEDED = {"method", "data", "settings", "settings_hash", "headline", "accuracy", "history"}  # by readers
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 
@@ -229,15 +230,7 @@ def read_summary(path: Path) -> Metrics:
     file = Folder(path).summary if path.is_dir() else path
     try:
         summary: Metrics = json.loads(file.read_text("utf-8"))
-        missing = {
-            "method",
-            "data",
-            "settings",
-            "settings_hash",
-            "headline",
-            "accuracy",
-            "history",
-        } - summary.keys()
+        missing = NEEDED - summary.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError as error:
