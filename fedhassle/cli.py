@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.requested import Requested, request
+from fedhassle.version import package_version
 
 if TYPE_CHECKING:
     from fedhassle.launch import Run
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
 app = typer.Typer(
-    help="Federated semi-supervised learning where each site labels any share of its data.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,6 +44,22 @@ DataDir = Annotated[
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 
 
+def show_version(wanted: bool) -> None:
+    """Prints the version and ends."""
+    if wanted:
+        typer.echo(f"fedhassle {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Federated semi-supervised learning where each site labels any share of its data."""
+
+
 @app.command()
 def run(
     words: Words = None,
@@ -51,7 +67,11 @@ def run(
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Train: a preset or file, and settings over it, such as `method=fedavg rounds=50 split.alpha=0.5`."""
+    """Train a model.
+
+    CONFIG is a preset (quick, paper) or a TOML file that holds what differs from the paper's settings;
+    KEY=VALUE comes on top of it, such as method=fedavg rounds=50 split.alpha=0.5 seed=1.
+    """
     requested = asked(words, data_dir, device)
     from fedhassle.launch import start
 
@@ -123,7 +143,10 @@ def split(
     save: Annotated[Path | None, typer.Option(help="Also save the split itself, for split.file=….")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Show who holds what: counts and effective classes per client, and the paper's dot picture."""
+    """Show who holds what.
+
+    Prints counts and effective classes per client, and draws the paper's dot picture.
+    """
     from fedhassle.config import build_dataset, build_split, resolve
     from fedhassle.data.partition import table
     from fedhassle.report.dots import draw_split
@@ -187,7 +210,10 @@ def compare(
         "compare.png"
     ),
 ) -> None:
-    """Print runs side by side and draw their curves together; seeds of one setting become mean ± std."""
+    """Compare runs: a table, and their curves together.
+
+    Runs that differ in their seed alone are taken together as mean ± std.
+    """
     from fedhassle.report.curves import draw_curves
     from fedhassle.report.groups import grouped
     from fedhassle.runs import read_summary

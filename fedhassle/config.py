@@ -136,7 +136,8 @@ def explain(model: type[BaseModel], error: Any, prefix: str) -> str:
     for table in tables:
         model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
     known = list(model.model_fields)
-    hint = nearest(last, known) or f" (known are {', '.join(known)})"
+    above = key.removesuffix(last)
+    hint = nearest(key, [above + name for name in known]) or f" (known are {', '.join(known)})"
     return f"unknown setting {key!r}{hint}"
 
 

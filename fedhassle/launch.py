@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from fedhassle.rounds import Plan
 from fedhassle.runs import Folder, Metrics, Step, conduct, finish
 from fedhassle.simulator import Simulator
 from fedhassle.vectors import Arrays
+from fedhassle.version import package_version
 
 log = logging.getLogger("fedhassle")
 
@@ -216,14 +216,6 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-
-
-def package_version() -> str:
-    """The version of this package, also from a checkout that is not installed."""
-    try:
-        return version("fedhassle")
-    except ModuleNotFoundError:
-        return "0+checkout"
 
 
 def hardware(device: torch.device, threads: int) -> dict[str, Any]:

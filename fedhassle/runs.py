@@ -87,7 +87,6 @@ class Step(NamedTuple):
     t: int
     clients: tuple[Client, ...]
     metrics: Metrics | None  # where the round was evaluated
-    seconds: float
 
 
 def conduct(
@@ -113,7 +112,7 @@ def conduct(
             history = [*history, metrics]
             append(folder.metrics, metrics)
             save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, federation.memory, history))
-        yield Step(done.t, done.clients, metrics, time.perf_counter() - clock)
+        yield Step(done.t, done.clients, metrics)
 
 
 def begin(
