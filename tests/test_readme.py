@@ -1,0 +1,92 @@
+"""What the README says can be done can be done."""
+
+import ast
+import json
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from fedhassle.cli import app, asked
+from fedhassle.config import resolve
+from fedhassle.requested import read
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TEXT = README.read_text("utf-8") if README.exists() else ""
+pytestmark = pytest.mark.skipif(not TEXT, reason="there is no README.md yet")
+
+
+def blocks(language):
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    """Every `fedhassle …` in a bash block, as the words that a shell would pass."""
+    lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line and line[0] == "fedhassle"]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_of_the_readme_parses(words):
+    """Options exist, presets exist and settings are valid; nothing trains."""
+    command, arguments = get_command(app), words
+    while hasattr(command, "commands"):
+        assert arguments and arguments[0] in command.commands, f"no command {' '.join(words)}"
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    with command.make_context(command.name, list(arguments)) as context:
+        given = context.params
+    if "words" in given:
+        settings = resolve(asked(given["words"], given["data_dir"], given.get("device")))
+        assert settings.rounds >= 1
+
+
+def test_the_readme_shows_every_command():
+    shown = {words[0] for words in commands()}
+    assert shown == set(get_command(app).commands)
+
+
+def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
+    source = blocks("python")[0]
+    sizes = [
+        {key.value: value.value for key, value in zip(node.keys, node.values, strict=True)}
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Dict)
+    ]
+    assert sizes, "the example has no settings"
+    rounds = sizes[0].get("rounds", read("quick")["rounds"])
+    epochs = sizes[0].get("method.epochs", read("quick")["method"]["epochs"])
+    if rounds * epochs > 4:
+        pytest.skip(f"too large for a test: {rounds} rounds of {epochs} epochs")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out and list(tmp_path.rglob("summary.json"))
+
+
+def test_pictures_and_links_of_the_readme_exist():
+    links = re.findall(r"\]\(([^)#]+)", TEXT)
+    local = [link for link in links if not link.startswith(("http:", "https:"))]
+    assert local and [link for link in local if not (ROOT / link).exists()] == []
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    """Mean ± sample standard deviation over the seeds, lowest and highest seed, from the files themselves."""
+    rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if "±" in line
+    ]
+    rows = [row for row in rows if row[0].lower() in ("hassle", "fedavg")]
+    assert rows
+    for method, prediction, shown, low, high, *_ in rows:
+        files = sorted((ROOT / "results" / "fmnist-mini").glob(f"{method.lower()}-*.json"))
+        scores = [
+            100 * json.loads(file.read_text("utf-8"))["accuracy"][prediction]["mean_of_last"]
+            for file in files
+        ]
+        assert len(scores) == 10
+        assert shown == f"{statistics.fmean(scores):.2f} ± {statistics.stdev(scores):.2f}"
+        assert (low, high) == (f"{min(scores):.2f}", f"{max(scores):.2f}")
