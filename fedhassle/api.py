@@ -11,7 +11,7 @@ from rich.console import Console
 from fedhassle.launch import carry_out, reopen, start
 from fedhassle.model import TrainedModel, load
 from fedhassle.requested import request
-from fedhassle.runs import Metrics, read_summary
+from fedhassle.runs import Folder, Metrics, read_summary
 from fedhassle.view import follow
 
 
@@ -45,8 +45,8 @@ def run(
     A run that was cut goes on if `out` is its folder and nothing else is asked for.
     """
     folder = Path(out) if out is not None else None
-    begun = folder is not None and (folder / "config.toml").exists() and config is None and not settings
-    launched = reopen(folder) if begun and folder else start(request(config, settings or {}), folder)
+    go_on = folder is not None and Folder(folder).begun and config is None and not settings
+    launched = reopen(folder) if go_on and folder else start(request(config, settings or {}), folder)
     console = Console(quiet=quiet)
     follow(carry_out(launched), launched.settings.rounds, launched.method.headline, console)
     return Result(launched.folder.path, read_summary(launched.folder.path))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
@@ -36,7 +36,8 @@ def write_arrays(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     plain = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
     words = json.dumps(about, allow_nan=False)
     with atomic(path) as temporary:
-        save_file(plain, temporary, metadata={"about": words, "sha256": checksum(plain, words)})
+        # Not `save_file`: it leaves a temporary file of its own when it is killed.
+        temporary.write_bytes(save(plain, metadata={"about": words, "sha256": checksum(plain, words)}))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
@@ -66,10 +67,11 @@ def checksum(arrays: Arrays, words: str) -> str:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint, then removes all but the newest `KEPT`."""
     arrays = {f"state/{name}": array for name, array in checkpoint.state.items()}
-    for client, kept in checkpoint.memory.items():
-        arrays |= {f"memory/{client}/{name}": array for name, array in kept.items()}
-    about = {"round": checkpoint.t, "history": checkpoint.history}
-    write_arrays(folder / f"round-{checkpoint.t:06d}.safetensors", arrays, about)
+    # Numbered, with the names in the words: a client may be called anything.
+    kept = [(client, name) for client, arrays in checkpoint.memory.items() for name in arrays]
+    arrays |= {f"memory/{i}": checkpoint.memory[client][name] for i, (client, name) in enumerate(kept)}
+    about = {"round": checkpoint.t, "history": checkpoint.history, "memory": kept}
+    write_arrays(folder / file_name(checkpoint.t), arrays, about)
     for old in checkpoint_files(folder)[:-KEPT]:
         old.unlink()
 
@@ -88,16 +90,23 @@ def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
 
 def unpack(arrays: Arrays, about: dict[str, Any]) -> Checkpoint:
     """A checkpoint from the arrays and words of its file."""
-    state: Arrays = {}
+    state = {name.removeprefix("state/"): v for name, v in arrays.items() if name.startswith("state/")}
     memory: dict[str, Arrays] = {}
-    for name, array in arrays.items():
-        kind, _, rest = name.partition("/")
-        if kind == "state":
-            state[rest] = array
-        else:
-            client, _, kept = rest.rpartition("/")
-            memory.setdefault(client, {})[kept] = array
+    for i, (client, name) in enumerate(about["memory"]):
+        memory.setdefault(client, {})[name] = arrays[f"memory/{i}"]
     return Checkpoint(about["round"], state, memory, about["history"])
+
+
+def discard_after(folder: Path, t: int) -> None:
+    """Removes the checkpoints after round t: they are damaged, and would pass for the newest."""
+    for path in checkpoint_files(folder):
+        if path > folder / file_name(t):
+            path.unlink()
+
+
+def file_name(t: int) -> str:
+    """The name of a checkpoint's file; names sort like rounds."""
+    return f"round-{t:06d}.safetensors"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None
     if changes and "=" not in changes[0]:
         config, *changes = changes
     if data_dir is not None:
-        changes.append(f"data.folder={json.dumps(str(data_dir))}")
+        changes.append(f"data.folder={json.dumps(str(data_dir), ensure_ascii=False)}")
     if device is not None:
         changes.append(f"device={json.dumps(device)}")
     return request(config, changes)
@@ -265,6 +266,9 @@ def data_list(data_dir: DataDir = None) -> None:
 
 def main() -> None:
     """Runs the command line: what a user can mend is a short message and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # α and ± on a terminal that has none
     sys.path.insert(0, "")  # methods and networks of one's own may lie in the working folder
     sys.exit(guarded(app))
 
@@ -275,6 +279,9 @@ def guarded(command: Callable[[], object]) -> int:
         command()
     except UserError as error:
         typer.echo(f"fedhassle: {error}", err=True)
+        return 2
+    except OSError as error:
+        typer.echo(f"fedhassle: {error.filename or ''}: {error.strerror or error}", err=True)
         return 2
     except DivergedError as error:
         typer.echo(f"fedhassle: {error}", err=True)

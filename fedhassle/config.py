@@ -97,14 +97,13 @@ def resolve(requested: Requested) -> Settings:
     merged: dict[str, Any] = {}
     for layer in requested.layers:
         merged = overlaid(merged, layer)
+    require_finite(merged)
     settings = validated(Settings, merged, "")
     fields = method_fields(method_class(settings.method.name))
     chosen = {k: v for k, v in settings.method.settings.items() if k in fields or not outgrown(requested, k)}
-    model = create_model("MethodFields", __config__=STRICT, **fields)
-    values = validated(model, chosen, "method.").model_dump()
+    values = validated(fields_model(settings.method.name, fields), chosen, "method.").model_dump()
     return settings.model_copy(
         update={
-            "data": resolved_data(settings.data),
             "device": resolved_device(settings.device),
             "threads": settings.threads or default_threads(),
             "method": MethodSettings(name=settings.method.name, **values),
@@ -122,7 +121,8 @@ def outgrown(requested: Requested, key: str) -> bool:
 def validated(model: type[M], values: Mapping[str, Any], prefix: str) -> M:
     """The values as a model; all that is wrong with them in one error."""
     try:
-        return model.model_validate(values)
+        # By way of JSON: a list is a list in TOML, whether a field calls it a list or a tuple.
+        return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError("\n".join(explain(model, e, prefix) for e in error.errors())) from error
 
@@ -151,16 +151,42 @@ def method_class(name: str) -> type[Method]:
 
 def method_fields(method: type[Method]) -> dict[str, Any]:
     """The settings of a method: each field's type and default."""
-    hints = typing.get_type_hints(method)
+    try:
+        hints = typing.get_type_hints(method)
+    except Exception as error:  # a user's annotations may fail in any way
+        where = f"{method.__module__}:{method.__name__}"
+        raise UserError(f"the fields of {where} have types that cannot be read: {error}") from error
     fields = [field for field in dataclasses.fields(method) if field.name != "net"]
-    return {f.name: (hints[f.name], ... if f.default is dataclasses.MISSING else f.default) for f in fields}
+    return {field.name: (hints[field.name], default_of(field)) for field in fields}
 
 
-def resolved_data(data: DataSettings) -> DataSettings:
-    """The data with paths that stay right in another working folder."""
-    name = str(Path(data.name).resolve()) if data.name.endswith(".npz") else data.name
-    folder = None if data.folder is None else str(Path(data.folder).resolve())
-    return data.model_copy(update={"name": name, "folder": folder})
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default as pydantic has it."""
+    if field.default_factory is not dataclasses.MISSING:
+        return Field(default_factory=field.default_factory)
+    return ... if field.default is dataclasses.MISSING else field.default
+
+
+def fields_model(name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
+    """A model that checks the settings of a method."""
+    if "name" in fields:
+        raise UserError(
+            f"method {name!r} has a field called 'name', which is the setting that names the method"
+        )
+    try:
+        return create_model("MethodFields", __config__=STRICT, **fields)
+    except Exception as error:  # pydantic refuses types that it does not know
+        first = str(error).partition("\n")[0]
+        raise UserError(f"method {name!r} has a field that cannot be a setting: {first}") from error
+
+
+def require_finite(value: Any, key: str = "") -> None:
+    """Refuses inf and nan anywhere: no setting has a use for them, and JSON has no word for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key} must be finite, got {value}")
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in pairs:
+        require_finite(part, f"{key}.{name}" if key else str(name))
 
 
 def resolved_device(device: str) -> str:
@@ -241,11 +267,14 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
 def build_net(settings: Settings, dataset: Dataset) -> Net:
     """The network of the settings, else the data set's."""
     name = settings.net or dataset.net
+    build = find(name, NETS, "network")
     try:
-        net = Net(find(name, NETS, "network"), dataset.shape, dataset.classes)
-    except TypeError as error:
-        raise UserError(f"net {name!r} cannot be built as Net(shape, classes, width): {error}") from error
-    check_image(net)
+        net = Net(build, dataset.shape, dataset.classes)
+        check_image(net)
+    except Exception as error:  # a user's class may fail in any way
+        raise UserError(
+            f"net {name!r} cannot be built as Net(shape, classes, width) and run: {error}"
+        ) from error
     return net
 
 
@@ -253,5 +282,5 @@ def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
     """A method with its settings."""
     try:
         return method_class(name)(net=net, **values)
-    except UserError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from fedhassle.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
 
 UNFINISHED = ".writing-"
 
@@ -16,25 +22,49 @@ UNFINISHED = ".writing-"
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder that takes the place of `path` when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays: some writers choose the format by it.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
     try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The suffix stays: some writers choose the format by it.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=path.suffix)
+        os.close(handle)
+        try:
+            yield Path(name)
+            settle(Path(name), path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def settle(temporary: Path, path: Path) -> None:
+    """Puts a finished file in its place, once it is on the disk."""
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.chmod(0o644)
+    temporary.replace(path)
 
 
 def remove_unfinished(folder: Path) -> None:
     """Removes what writers left that were killed half-way."""
     for path in folder.glob(f"{UNFINISHED}*"):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a second process out of a folder; the lock ends with the process, however that ends."""
+    if sys.platform == "win32":  # no such locks there
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is at work in {folder}: wait for it, or end it") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

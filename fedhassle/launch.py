@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import tomllib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
-from fedhassle.files import write_json, write_text
+from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
 from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import grouped
-from fedhassle.requested import Requested, from_json, to_json
+from fedhassle.requested import Requested, from_json, parsed, to_json
 from fedhassle.rounds import Plan
 from fedhassle.runs import Folder, Metrics, Step, conduct, finish
 from fedhassle.simulator import Simulator
@@ -68,7 +68,8 @@ class Run:
 def claim(requested: Requested, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
     folder = Folder(Path(out) if out else default_folder(requested))
-    if folder.request.exists() or folder.config.exists():
+    remove_unfinished(folder.path)
+    if folder.begun:
         raise UserError(
             f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out"
         )
@@ -80,11 +81,12 @@ def claim(requested: Requested, out: Path | None) -> Folder:
 
 def default_folder(requested: Requested) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
+    method = requested.get("method", "name", "hassle")
+    data = Path(requested.get("data", "name", "fmnist-mini")).stem
     words = [
-        requested.get("method", "name", "hassle"),
-        Path(requested.get("data", "name", "fmnist-mini")).stem,
-    ]
-    name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")]).replace(":", ".")
+        re.sub(r"[^\w.-]+", ".", word)[:40].strip(".") for word in (method, data)
+    ]  # names not yet checked
+    name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")])
     path, number = Path("runs") / name, 2
     while path.exists():
         path, number = Path("runs") / f"{name}-{number}", number + 1
@@ -94,8 +96,9 @@ def default_folder(requested: Requested) -> Path:
 def release(folder: Folder) -> None:
     """Gives back a folder whose request turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
-    if not any(folder.path.iterdir()):
-        folder.path.rmdir()
+    for path in (folder.path, Path("runs")):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
 
 
 def start(requested: Requested, out: Path | None = None) -> Run:
@@ -111,7 +114,7 @@ def start(requested: Requested, out: Path | None = None) -> Run:
 def reopen(path: Path) -> Run:
     """A run that was cut, from whatever it left behind."""
     folder = Folder(path)
-    if not folder.request.exists() and not folder.config.exists():
+    if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     return prepare(folder)
 
@@ -134,12 +137,14 @@ def prepare(folder: Folder) -> Run:
 
 def recorded(folder: Folder) -> Requested:
     """The settings that a folder holds, resolved or as they were asked for."""
-    if not folder.config.exists():
-        return from_json(folder.request.read_text("utf-8"))
+    if folder.config.exists():
+        return Requested((parsed(folder.config.read_text("utf-8"), str(folder.config)),))
     try:
-        return Requested((tomllib.loads(folder.config.read_text("utf-8")),))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{folder.config} is not valid TOML: {error}") from error
+        return from_json(folder.request.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(
+            f"{folder.request} is damaged ({error}): remove {folder.path} and run again"
+        ) from error
 
 
 def carry_out(run: Run) -> Iterator[Step]:
@@ -152,7 +157,7 @@ def carry_out(run: Run) -> Iterator[Step]:
     def evaluate(state: Arrays) -> dict[str, float]:
         return accuracy(run.method, state, images, y, simulator.views)
 
-    with logging_to(run.folder.log):
+    with locked(run.folder.path), logging_to(run.folder.log):
         for note in run.split.notes:
             log.info("split: %s", note)
         every = run.settings.evaluate_every

@@ -193,7 +193,10 @@ class Method:
         require(1 <= self.epochs <= 1000, f"epochs must be from 1 to 1,000, got {self.epochs}")
         require(0 < self.lr < math.inf, f"lr must be positive, got {self.lr}")
         require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
-        require(self.clip is None or self.clip >= 0, f"clip must be at least 0 (0 = off), got {self.clip}")
+        require(
+            self.clip is None or 0 <= self.clip < math.inf,
+            f"clip must be at least 0 (0 = off), got {self.clip}",
+        )
 
     def networks(self) -> dict[str, Net]:
         """Every name that is a network, wherever it occurs."""

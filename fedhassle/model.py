@@ -67,6 +67,8 @@ class TrainedModel:
 def load(path: str | Path, allow_import: bool = False) -> TrainedModel:
     """The model in a file; a method or network of one's own is imported only if that is allowed."""
     arrays, about = read_arrays(Path(path))
+    if not about.keys() >= {"method", "net", "shape", "class_names", "mean", "std"}:
+        raise UserError(f"{path} is no trained model: take the model.safetensors of a finished run")
     settings = dict(about["method"])
     name = settings.pop("name")
     for kind, wanted, known in (("method", name, METHODS), ("network", about["net"], NETS)):

@@ -26,5 +26,5 @@ def find(name: str, known: Mapping[str, Any], what: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises is theirs to mend
+    except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to mend
         raise UserError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -204,6 +204,7 @@ class Net:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             module = self.build(self.shape, self.classes, self.width)
+        require(isinstance(module, nn.Module), f"a network must be an nn.Module, got {type(module).__name__}")
         for layer in module.modules():
             if isinstance(layer, _BatchNorm):
                 require(
@@ -236,7 +237,8 @@ def check_image(net: Net) -> None:
     x = torch.zeros(2, *net.shape)
     try:
         z = net.logits(net.initial(0), x)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # a user's network may fail in any way
         raise UserError(f"the network fails on images of shape {net.shape}: {error}") from error
-    if z.shape != (2, net.classes):
-        raise UserError(f"the network must return logits of shape (B, {net.classes}), got {tuple(z.shape)}")
+    if not isinstance(z, Tensor) or z.shape != (2, net.classes):
+        found = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+        raise UserError(f"the network must return logits of shape (B, {net.classes}), got {found}")

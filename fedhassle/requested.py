@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -14,6 +15,8 @@ from fedhassle.names import nearest
 
 Settings = dict[str, Any]
 
+DEEPEST = 8
+PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
 SHORT = ("data", "method")  # tables whose name alone may stand for them: method="fedavg"
 
 
@@ -34,7 +37,7 @@ def request(config: str | None, changes: Sequence[str] | Mapping[str, Any]) -> R
     layer: Settings = {}
     for key, value in pairs:
         layer = overlaid(layer, expanded(nested(key, value)))
-    return Requested((read(config or "quick"), layer))
+    return Requested((anchored(read(config or "quick")), anchored(layer)))
 
 
 def read(config: str) -> Settings:
@@ -55,10 +58,21 @@ def read(config: str) -> Settings:
             f"unknown preset {config!r}{hint} (there are {', '.join(presets())}; a file of settings ends in "
             ".toml; a single setting is written KEY=VALUE)"
         )
+    return expanded(parsed(text, where))
+
+
+def parsed(text: str, where: str) -> Settings:
+    """TOML as tables, not nested without end."""
     try:
-        return expanded(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        settings = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # Python's own too, for numbers of 5,000 digits
         raise UserError(f"{where} is not valid TOML: {error}") from error
+    level = [settings]
+    for _ in range(DEEPEST):
+        level = [value for table in level for value in table.values() if isinstance(value, dict)]
+    if level:
+        raise UserError(f"{where} nests tables more than {DEEPEST} deep: no setting lies there")
+    return settings
 
 
 def presets() -> list[str]:
@@ -72,15 +86,22 @@ def key_value(change: str) -> tuple[str, Any]:
     key, equals, text = change.partition("=")
     if not equals or not key:
         raise UserError(f"{change!r} is no setting: write KEY=VALUE, such as rounds=50 or split.alpha=0.5")
+    if "\n" in text:
+        raise UserError(f"{change!r} has a line break: write one KEY=VALUE for each setting")
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), text.strip()
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the value of {key.strip()[:50]!r} cannot be read: {error}") from error
 
 
 def nested(key: str, value: Any) -> Settings:
     """`a.b = value` as tables."""
-    for part in reversed(key.split(".")):
+    parts = key.split(".")
+    if len(parts) > DEEPEST:
+        raise UserError(f"unknown setting {key[:50]!r}…: no setting lies in more than {DEEPEST} tables")
+    for part in reversed(parts):
         value = {part: value}
     result: Settings = value
     return result
@@ -89,6 +110,18 @@ def nested(key: str, value: Any) -> Settings:
 def expanded(settings: Settings) -> Settings:
     """`method = "x"` as `method.name = "x"`, and so for the other short tables."""
     return {k: {"name": v} if k in SHORT and not isinstance(v, dict) else v for k, v in settings.items()}
+
+
+def anchored(layer: Settings) -> Settings:
+    """A layer whose paths stay right in another working folder."""
+    for table, key in PATHS:
+        value = layer.get(table, {}).get(key) if isinstance(layer.get(table), dict) else None
+        if isinstance(value, str) and (key != "name" or value.lower().endswith(".npz")):
+            if "\0" in value:
+                raise UserError(f"{table}.{key}={value!r} is no path")
+            absolute = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - any string goes
+            layer = overlaid(layer, {table: {key: absolute}})
+    return layer
 
 
 def overlaid(below: Settings, above: Settings) -> Settings:
@@ -108,4 +141,7 @@ def to_json(requested: Requested) -> str:
 
 def from_json(text: str) -> Requested:
     """What `to_json` wrote."""
-    return Requested(tuple(json.loads(text)))
+    layers = json.loads(text)
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        raise ValueError("it holds no layers of settings")
+    return Requested(tuple(layers))

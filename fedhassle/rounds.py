@@ -83,8 +83,8 @@ def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
     bad = [reply.update.client.name for reply, ok in zip(replies, finite, strict=True) if not ok]
     if bad and not good:
         raise DivergedError(
-            f"round {t}: the updates of all clients ({', '.join(bad)}) hold NaN or infinite values; the last "
-            "good checkpoint stays. Try a smaller method.lr, or gradient clipping (method.clip=1)."
+            f"round {t}: the updates of all clients ({', '.join(bad)}) hold NaN or infinite values; what "
+            "was saved before stays. Try a smaller method.lr, or gradient clipping (method.clip=1)."
         )
     if bad:
         log.warning("round %d: dropped %s: NaN or infinite values in the update", t, ", ".join(bad))

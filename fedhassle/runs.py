@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedhassle.checkpoints import Checkpoint, load_checkpoint, save_checkpoint, write_arrays
+from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
@@ -26,7 +26,6 @@ Metrics = dict[str, Any]
 """One line of metrics.jsonl: a round that was evaluated, and what happened since the line before."""
 
 KINDS = ("full", "partial", "unlabelled")
-NEEDED = {"method", "data", "settings", "settings_hash", "headline", "accuracy", "history"}  # by readers
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 
@@ -34,6 +33,11 @@ class Folder(NamedTuple):
     """Where a run keeps its files."""
 
     path: Path
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a run."""
+        return self.request.exists() or self.config.exists()
 
     @property
     def request(self) -> Path:
@@ -124,6 +128,7 @@ def begin(
     found = load_checkpoint(folder.checkpoints, device)
     if found is None:
         found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, {}, [])
+    discard_after(folder.checkpoints, found.t)
     federation.memory.update(found.memory)
     write_text(folder.metrics, "".join(line(metrics) for metrics in found.history))
     return found
@@ -229,12 +234,26 @@ def read_summary(path: Path) -> Metrics:
     file = Folder(path).summary if path.is_dir() else path
     try:
         summary: Metrics = json.loads(file.read_text("utf-8"))
-        missing = NEEDED - summary.keys()
-        if missing:
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        check_summary(summary)
     except FileNotFoundError as error:
         hint = f": finish the run with fedhassle resume {path}" if Folder(path).config.exists() else ""
         raise UserError(f"{file} does not exist{hint}") from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{file} is no summary of a run: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{file} is no summary of a run: {type(error).__name__}: {error}") from error
     return summary
+
+
+def check_summary(summary: Metrics) -> None:
+    """Touches all that readers of a summary use: anything but a summary raises."""
+    words = [summary[key] for key in ("method", "data", "settings_hash", "headline")]
+    if not all(isinstance(word, str) for word in words) or not isinstance(summary["settings"], dict):
+        raise TypeError("its words are no words")
+    predictions = [summary["headline"], *summary["accuracy"]]
+    figures = [summary["rounds"], summary["seconds"], summary["seed"]]
+    for name in predictions:
+        figures += [summary["accuracy"][name][key] for key in ("last", "best", "mean_of_last")]
+        figures += [metrics["accuracy"][name] for metrics in summary["history"]]
+    for metrics in summary["history"] or [summary["history"][0]]:
+        figures += [metrics["round"], *metrics["bytes_up"].values()]
+    if not all(isinstance(figure, int | float) for figure in figures):
+        raise TypeError("its figures are no numbers")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import (
@@ -112,21 +113,24 @@ def final_table(summary: Metrics) -> Table:
 
 def comparison_table(groups: Sequence[Group]) -> Table:
     """Methods and settings side by side, a row for each prediction; seeds are taken together."""
-    table = Table(title="accuracy in %, mean ± std over seeds", title_justify="left")
-    for column in ("run", "data", "seeds", "prediction"):
-        table.add_column(column)
-    for column in ("last 10 evaluations", "last", "best", "rounds", "MB up", "minutes"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title="accuracy in %, mean ± std over seeds", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("run", overflow="fold")
+    for column in ("data", "seeds", "prediction"):
+        table.add_column(column, no_wrap=True)
+    for column in ("accuracy", "best", "MB up", "min"):
+        table.add_column(column, justify="right", no_wrap=True)
     best = max(group.score(name).mean for group in groups for name in group.predictions)
     for group in groups:
         first = group.runs[0]
         about = [group.label, first["data"], str(len(group.runs))]
-        cost = [str(first["rounds"]), f"{mean_of(group, megabytes):.0f}", f"{mean_of(group, minutes):.1f}"]
+        cost = [f"{mean_of(group, megabytes):.0f}", f"{mean_of(group, minutes):.1f}"]
         for name in group.predictions:
-            figures = [str(group.score(name, figure)) for figure in ("mean_of_last", "last", "best")]
+            figures = [str(group.score(name)), f"{100 * group.score(name, 'best').mean:.2f}"]
             style = "bold" if group.score(name).mean == best else None
             table.add_row(*about, name, *figures, *cost, style=style)
-            about, cost = [""] * 3, [""] * 3
+            about, cost = [""] * 3, [""] * 2
     return table
 
 

@@ -13,11 +13,6 @@ from fedhassle.errors import UserError
 from fedhassle.requested import from_json, overlaid, presets, read, request, to_json
 
 
-def bug(what):
-    """Marks a test that shows a bug; it fails as soon as the bug is mended, and the mark goes."""
-    return pytest.mark.xfail(reason=f"bug: {what}")
-
-
 def merged(requested):
     """All layers as one, the last on top."""
     result = {}
@@ -75,7 +70,7 @@ def test_a_word_without_key_or_equals_sign_is_an_error_with_an_example(word):
 def test_the_short_form_stands_for_the_name():
     assert asked("method=fedavg", "data=mine.npz") == {
         "method": {"name": "fedavg"},
-        "data": {"name": "mine.npz"},
+        "data": {"name": str(Path.cwd() / "mine.npz")},
     }
 
 
@@ -184,17 +179,14 @@ def test_json_gives_back_what_was_asked():
     }
 
 
-DEEP = bug("RecursionError of tomllib, of `overlaid` or of json")
 MONSTERS = pytest.mark.parametrize(
     "word",
     [
-        pytest.param("x=" + "[" * 5000, marks=DEEP),
-        pytest.param("x=" + "[" * 5000 + "]" * 5000, marks=DEEP),
-        pytest.param("x=" + "{a=" * 5000, marks=DEEP),
-        pytest.param(
-            "x=" + "9" * 5000, marks=bug("ValueError of int(), not of tomllib")
-        ),  # at most 4300 digits
-        pytest.param("a." * 5000 + "b=1", marks=DEEP),
+        pytest.param("x=" + "[" * 5000),
+        pytest.param("x=" + "[" * 5000 + "]" * 5000),
+        pytest.param("x=" + "{a=" * 5000),
+        pytest.param("x=" + "9" * 5000),  # at most 4300 digits
+        pytest.param("a." * 5000 + "b=1"),
         "a." * 5000 + "b",
     ],
     ids=["brackets", "nested lists", "nested tables", "digits", "dotted key", "no value"],
@@ -213,7 +205,6 @@ def test_a_monstrous_file_is_at_most_a_user_error(word, tmp_path):
     requested_or_refused(str(file), [])
 
 
-@bug("what follows a line break in a value is dropped")
 def test_a_line_break_in_a_value_does_not_hide_a_second_setting():
     """Nothing that the user wrote is dropped without a word."""
     try:

@@ -31,11 +31,6 @@ LIMIT = 120  # seconds after which a process counts as hung
 CPU = torch.device("cpu")
 
 
-def bug(what):
-    """Marks a test that shows a bug; it fails as soon as the bug is mended, and the mark goes."""
-    return pytest.mark.xfail(reason=f"bug: {what}")
-
-
 def call(*words):
     """Exit code and output of a command, errors included."""
     out = io.StringIO()
@@ -172,14 +167,7 @@ def resume_to_the_end(words, folder):
     assert code == 0, out
 
 
-STUCK = pytest.mark.xfail(
-    reason="bug: between the folder and request.json neither resume nor run takes it", strict=False
-)
-
-
-@pytest.mark.parametrize(
-    "moment", [pytest.param(moment, marks=STUCK) if moment == "folder" else moment for moment in WATCHED]
-)
+@pytest.mark.parametrize("moment", WATCHED)
 def test_a_run_killed_at_a_moment_that_matters_ends_in_the_same_bits(moment, words, whole, forked, tmp_path):
     folder = tmp_path / "run"
     kill_when(forked("run", *words, "--out", folder), folder, WATCHED[moment], 0)
@@ -194,7 +182,7 @@ def test_a_run_killed_again_and_again_at_random_ends_in_the_same_bits(seed, word
     rng, folder, kills = random.Random(seed), tmp_path / "run", 0
     asked = ("run", *words, "--out", folder)
     for _ in range(6):
-        seen = rng.choice([seen for moment, seen in WATCHED.items() if moment != "folder"])  # see STUCK
+        seen = rng.choice(list(WATCHED.values()))
         code = kill_when(forked(*asked), folder, seen, rng.uniform(0, 0.15))
         kills += code != 0
         if (folder / "request.json").exists() or (folder / "config.toml").exists():
@@ -229,7 +217,6 @@ def test_a_process_killed_in_its_first_second_is_taken_up_by_another(delay, word
     assert_same_result(folder, whole)
 
 
-@bug("resume says to run, run says that the folder is not empty")
 def test_a_folder_from_before_the_request_was_written_can_be_used(words, tmp_path):
     """Killed between making the folder and its first file: nothing is lost, so nothing is in the way."""
     folder = tmp_path / "run"
@@ -267,7 +254,6 @@ def test_python_takes_up_a_run_by_its_folder_alone(words, whole, tmp_path):
     assert_same_result(tmp_path / "run", whole)
 
 
-@bug("fedhassle.run(out=…) looks for config.toml alone")
 def test_python_takes_up_a_run_that_was_cut_before_its_settings_were_resolved(words, whole, tmp_path):
     folder = claim(request(None, words), tmp_path / "run").path
     fedhassle.run(out=folder, quiet=True)
@@ -276,7 +262,7 @@ def test_python_takes_up_a_run_that_was_cut_before_its_settings_were_resolved(wo
 
 @pytest.mark.parametrize(
     "resolved",
-    [True, pytest.param(False, marks=bug("request.json keeps relative paths"))],
+    [True, pytest.param(False)],
     ids=["resolved", "as asked"],
 )
 def test_a_run_goes_on_from_another_working_folder(resolved, words, whole, images, tmp_path, monkeypatch):
@@ -374,7 +360,6 @@ def test_without_a_whole_checkpoint_a_run_starts_again(words, whole, tmp_path):
     assert_same_result(folder, whole)
 
 
-@bug("save_checkpoint keeps the highest numbers, damaged or not")
 def test_damaged_checkpoints_do_not_push_out_new_ones(words, tmp_path):
     """A run that starts again has a whole checkpoint after its first evaluation."""
     folder = tmp_path / "run"
@@ -451,9 +436,7 @@ def test_a_file_that_is_lost_is_made_anew(name, words, whole, tmp_path):
     assert_same_result(folder, whole)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.toml", "split.npz", pytest.param("request.json", marks=bug("JSONDecodeError"))]
-)
+@pytest.mark.parametrize("name", ["config.toml", "split.npz", pytest.param("request.json")])
 def test_a_damaged_file_of_settings_or_split_is_a_user_error(name, words, tmp_path):
     folder = tmp_path / "run"
     if name == "request.json":
@@ -499,9 +482,7 @@ KEEPS = """
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["kept", pytest.param("kept/model", marks=bug("unpack() splits at the last slash"))]
-)
+@pytest.mark.parametrize("name", ["kept", pytest.param("kept/model")])
 def test_what_clients_keep_is_kept_over_a_cut(name, images, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = "own_" + name.replace("/", "_")

@@ -106,7 +106,7 @@ def thinned(unlabelled: Counts, labelled: int, ratio: float) -> Counts:
     if total == 0:
         raise UserError(f"split.ratio={ratio} thins unlabelled data, but every client is full; leave it out")
     largest = f"{total / labelled:.10g}"
-    if not (math.isfinite(ratio) and ratio > 0 and round(ratio * labelled) <= total):
+    if not (math.isfinite(ratio * labelled) and ratio > 0 and round(ratio * labelled) <= total):
         raise UserError(
             f"split.ratio={ratio} is impossible: {labelled} labelled and {total} unlabelled samples allow "
             f"ratios above 0 and up to {largest}"
@@ -283,5 +283,5 @@ def _require_whole(name: str, value: object, least: int = 1) -> None:
 def _require_share(name: str, value: object) -> None:
     """Refuses what is no number from 0 to 1; nan is none."""
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not 0 <= float(value) <= 1:  # type: ignore[arg-type]
+    if not number or not 0 <= value <= 1:  # type: ignore[operator]
         raise UserError(f"{name} must be a number from 0 to 1, got {value!r}")

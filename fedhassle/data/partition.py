@@ -70,13 +70,15 @@ class Split:
     def load(path: str | Path) -> "Split":
         """Reads a saved split and checks it against its hash."""
         path = Path(path)
-        if not path.is_file():
-            raise UserError(f"there is no split at {path}; name a file that Split.save wrote")
         try:
+            if not path.is_file():
+                raise UserError(f"there is no split at {path}; name a file that Split.save wrote")
             with np.load(path, allow_pickle=False) as file:
                 fields = [file[name] for name in _FIELDS]
             labelled, unlabelled = _parted(*fields[:2]), _parted(*fields[2:4])
             split = Split(labelled, unlabelled, tuple(str(note) for note in fields[5]))
+        except UserError:
+            raise
         except Exception as e:  # a foreign file fails anywhere in zipfile, zlib or NumPy, in their own ways
             raise UserError(f"{path} is no split or is damaged ({e}); make the split anew") from e
         if split.hash != str(fields[4]) or len(labelled) != len(unlabelled):
