@@ -42,7 +42,7 @@ Words = Annotated[
 DataDir = Annotated[
     Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="Where to train: auto, cpu or cuda.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -80,7 +80,9 @@ def run(
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that was cut.")]) -> None:
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that was cut.")], device: Device = None
+) -> None:
     """Go on with a run after a crash, a kill or Ctrl-C."""
     from fedhassle.launch import reopen
     from fedhassle.runs import Folder
@@ -89,7 +91,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that
         console.print(f"{folder} is finished: nothing to resume")
         show_result(folder)
         return
-    follow_to_the_end(reopen(folder))
+    follow_to_the_end(reopen(folder, device))
 
 
 def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Requested:

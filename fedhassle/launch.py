@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tomli_w
 import torch
 
@@ -32,6 +29,7 @@ from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
+from fedhassle.provenance import hardware, versions
 from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
@@ -39,7 +37,6 @@ from fedhassle.rounds import Plan
 from fedhassle.runs import Folder, Metrics, Step, conduct, finish
 from fedhassle.simulator import Simulator
 from fedhassle.vectors import Arrays
-from fedhassle.version import package_version
 
 log = logging.getLogger("fedhassle")
 
@@ -83,9 +80,7 @@ def default_folder(requested: Requested) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
     method = requested.get("method", "name", "hassle")
     data = Path(requested.get("data", "name", "fmnist-mini")).stem
-    words = [
-        re.sub(r"[^\w.-]+", ".", word)[:40].strip(".") for word in (method, data)
-    ]  # names not yet checked
+    words = [re.sub(r"[^\w.-]+", ".", word)[:40].strip(".") for word in (method, data)]  # not yet checked
     name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")])
     path, number = Path("runs") / name, 2
     while path.exists():
@@ -111,17 +106,17 @@ def start(requested: Requested, out: Path | None = None) -> Run:
         raise
 
 
-def reopen(path: Path) -> Run:
-    """A run that was cut, from whatever it left behind."""
+def reopen(path: Path, device: str | None = None) -> Run:
+    """A run that was cut, from whatever it left behind; `device` where it is not the one it began on."""
     folder = Folder(path)
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
-    return prepare(folder)
+    return prepare(folder, {} if device is None else {"device": device})
 
 
-def prepare(folder: Folder) -> Run:
+def prepare(folder: Folder, change: dict[str, Any] | None = None) -> Run:
     """Builds all that a run needs; writes its settings and split where they are not there yet."""
-    settings = resolve(recorded(folder))
+    settings = resolve(Requested((*recorded(folder).layers, change or {})))
     dataset = build_dataset(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     split.check(len(dataset.y_train))
@@ -211,36 +206,3 @@ def about_model(run: Run) -> dict[str, Any]:
         "headline": run.method.headline,
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Of what a result depends on."""
-    return {
-        "fedhassle": package_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-
-
-def hardware(device: torch.device, threads: int) -> dict[str, Any]:
-    """The machine, as far as results and times depend on it."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {
-        "device": device.type,
-        "gpu": gpu,
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "system": platform.system(),
-    }
-
-
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -93,10 +93,14 @@ def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
 
 def tell_untrained(method: Method, updates: Sequence[Update], t: int) -> None:
     """Logs which models no update of this round has: those stay as they were."""
-    trainable = {name for phase in method.phases(Client("any", 1, 1), t) for name in phase.trained}
-    missing = sorted(trainable - {name for update in updates for name in update.arrays})
+    missing = sorted(trainable(method, t) - {name for update in updates for name in update.arrays})
     if missing:
         log.info("round %d: no update of %s: kept as before", t, ", ".join(missing))
+
+
+def trainable(method: Method, t: int) -> set[str]:
+    """The models that round t trains, if the right clients are drawn."""
+    return {name for phase in method.phases(Client("any", 1, 1), t) for name in phase.trained}
 
 
 def reply(update: Update, message: Arrays) -> Reply:

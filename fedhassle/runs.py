@@ -17,7 +17,7 @@ from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, sa
 from fedhassle.errors import UserError
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
-from fedhassle.rounds import Federation, Plan, Reply, Round, federate
+from fedhassle.rounds import Federation, Plan, Reply, Round, federate, trainable
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -104,7 +104,7 @@ def conduct(
 ) -> Iterator[Step]:
     """Carries a run to its end, from its last checkpoint if it has one; yields after every round."""
     start = begin(folder, method, federation, plan.seed, device)
-    history, tally = start.history, Tally()
+    history, tally = start.history, Tally(method)
     clock = time.perf_counter()
     for done in federate(method, federation, plan, start.state, start.t + 1):
         tally.add(done)
@@ -112,7 +112,7 @@ def conduct(
         if done.t % evaluate_every == 0 or done.t == plan.rounds:
             scores = evaluate(done.state)
             metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
-            clock, tally = time.perf_counter(), Tally()
+            clock, tally = time.perf_counter(), Tally(method)
             history = [*history, metrics]
             append(folder.metrics, metrics)
             save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, federation.memory, history))
@@ -148,7 +148,9 @@ def append(path: Path, metrics: Metrics) -> None:
 class Tally:
     """What happened in the rounds since the last evaluation."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.models: dict[str, None] = {}
         self.replies: list[Reply] = []
         self.drawn: list[Client] = []
 
@@ -156,6 +158,7 @@ class Tally:
         """Takes in a round, but for the models, which would fill the memory."""
         self.replies.extend(r._replace(update=r.update._replace(arrays={})) for r in done.replies)
         self.drawn.extend(done.clients)
+        self.models |= dict.fromkeys(sorted(trainable(self.method, done.t)))
 
     def metrics(self, t: int, scores: dict[str, float], seconds: float) -> Metrics:
         """One line of metrics; what is not known is None."""
@@ -171,16 +174,15 @@ class Tally:
         }
 
     def losses(self) -> dict[str, float | None]:
-        """Mean loss of each model over the clients that trained it, by samples."""
-        updates = [reply.update for reply in self.replies]
-        names = dict.fromkeys(name for update in updates for name in update.losses)
-        return {name: finite(self.loss(name)) for name in names}
+        """Mean loss of each model over the clients that trained it, by samples; None if none did."""
+        return {name: self.loss(name) for name in self.models}
 
-    def loss(self, name: str) -> float:
+    def loss(self, name: str) -> float | None:
         """One model's mean loss."""
         updates = [reply.update for reply in self.replies if name in reply.update.losses]
         total = sum(update.samples[name] for update in updates)
-        return sum(float(u.losses[name]) * u.samples[name] for u in updates) / total
+        value = sum(float(u.losses[name]) * u.samples[name] for u in updates) / total if updates else math.nan
+        return value if math.isfinite(value) else None  # JSON has neither NaN nor infinity
 
     def labelling(self) -> float | None:
         """The share of pseudo-labels that are right; None where none was given or the truth is not known."""
@@ -192,11 +194,6 @@ class Tally:
         """Amounts, one per reply, added up by kind of client."""
         pairs = list(zip(self.replies, amounts, strict=True))
         return {kind: sum(n for r, n in pairs if r.update.client.kind == kind) for kind in KINDS}
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
 
 
 def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:

@@ -1,0 +1,46 @@
+"""What a result depends on beside its settings: versions and hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedhassle.version import package_version
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
+    return {
+        "fedhassle": package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def hardware(device: torch.device, threads: int) -> dict[str, Any]:
+    """The machine, as far as results and times depend on it."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "device": device.type,
+        "gpu": gpu,
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.system(),
+    }
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
