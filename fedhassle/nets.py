@@ -15,6 +15,9 @@ from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
 CPU = torch.device("cpu")
+# Entries to which each tensor of a flat vector is aligned: kernels of CUDA load 16 bytes at once, and a
+# BatchNorm whose gains begin elsewhere ends in "misaligned address".
+ALIGNED = 4
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
@@ -122,8 +125,15 @@ class Piece(NamedTuple):
         """The number of entries."""
         return self.shape.numel()
 
+    @property
+    def room(self) -> int:
+        """The entries of its slice, with zeros at the end so that the next one is aligned."""
+        return -(-self.size // ALIGNED) * ALIGNED
+
     def view(self, flat: Tensor) -> Tensor:
         """The tensor itself, a view of its slice; kernels lie channels_last."""
+        if self.room != self.size:
+            flat = flat[: self.size]
         if len(self.shape) != 4:
             return flat.view(self.shape)
         out, into, height, width = self.shape
@@ -131,15 +141,17 @@ class Piece(NamedTuple):
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The slice that `view` turns back into `tensor`."""
-        return (tensor.permute(0, 2, 3, 1) if len(self.shape) == 4 else tensor).reshape(-1)
+        entries = (tensor.permute(0, 2, 3, 1) if len(self.shape) == 4 else tensor).reshape(-1)
+        return F.pad(entries, (0, self.room - self.size))
 
 
 class Net:
     """f(x; w): a network as a function of a flat vector of weights and one of BatchNorm statistics.
 
     A vector that travels holds, in this order: kernels and biases, BatchNorm's gains and shifts (together
-    the weights), running means and variances (the statistics). `build(shape, classes, width)` makes the
-    module; any `nn.Module` will do whose buffers are BatchNorm statistics or constants.
+    the weights), running means and variances (the statistics), each tensor padded with zeros that stay zero.
+    `build(shape, classes, width)` makes the module; any `nn.Module` will do whose buffers are BatchNorm
+    statistics or constants.
     """
 
     def __init__(
@@ -153,11 +165,12 @@ class Net:
         self._pieces = list(parameter_pieces(module))
         self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
         self._constants = {CPU: {k: v for k, v in module.named_buffers() if not v.is_floating_point()}}
-        self.sizes = [piece.size for piece in self._pieces]
-        self.moments = [piece.size for piece in self._moments]
+        self.sizes = [piece.room for piece in self._pieces]
+        self.moments = [piece.room for piece in self._moments]
+        self.parameters = sum(piece.size for piece in self._pieces)
         self.weights, self.statistics = sum(self.sizes), sum(self.moments)
         normed = normalisation_names(module)
-        self.kernels = sum(piece.size for piece in self._pieces if piece.name not in normed)
+        self.kernels = sum(piece.room for piece in self._pieces if piece.name not in normed)
 
     def scaled(self, width: float) -> Net:
         """The same network with `width` times the channels of the full one."""

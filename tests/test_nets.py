@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedhassle.errors import UserError
+from fedhassle.local import train
 from fedhassle.method import Model
+from fedhassle.methods import METHODS
 from fedhassle.nets import NETS, LeNet, Net, ResNet8, check_image, max_pool
 
 BUILDS = pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def module_of(net, seed=5):
     ],
 )
 def test_the_parameters_are_as_many_as_the_papers(build, shape, classes, width, count):
-    assert Net(build, shape, classes, width).weights == count
+    assert Net(build, shape, classes, width).parameters == count
 
 
 def test_resnet8_by_hand():
@@ -65,7 +67,8 @@ def test_resnet8_by_hand():
     third = 9 * 128 * 256 + 9 * 256 * 256 + 128 * 256
     channels = 3 * 64 + 3 * 128 + 3 * 256
     net = Net(ResNet8, (3, 32, 32), 10)
-    assert net.kernels == first + second + third + 2570
+    assert net.parameters == first + second + third + 2570 + 2 * channels
+    assert net.kernels == first + second + third + 2572  # ten biases take the room of twelve
     assert net.weights == net.kernels + 2 * channels
     assert net.statistics == 2 * channels
     assert net.initial(0).shape == (net.weights + net.statistics,)
@@ -84,8 +87,8 @@ def test_the_width_of_lenet_rounds_up():
 def test_scaled_is_relative_to_the_full_network():
     """The width is a share of the dual's channels; scaling twice does not multiply."""
     full = Net(ResNet8, (3, 32, 32), 10)
-    assert full.scaled(1 / 4).weights == 78_042
-    assert full.scaled(1 / 2).scaled(1 / 4).weights == 78_042
+    assert full.scaled(1 / 4).parameters == 78_042
+    assert full.scaled(1 / 2).scaled(1 / 4).parameters == 78_042
 
 
 def test_resnet8_starts_with_the_papers_spread():
@@ -115,7 +118,10 @@ def test_lenet_takes_the_smallest_image_and_odd_or_oblong_ones():
 
 @BUILDS
 def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, channels):
-    """Every tensor gets a number of its own: the vector must hold the numbers in the documented order."""
+    """Every tensor gets a number of its own: the vector must hold the numbers in the documented order.
+
+    Zeros follow each tensor up to a multiple of four entries.
+    """
     net = made(build, channels)
     module = module_of(net)
     norms = {name for name, layer in module.named_modules() if isinstance(layer, nn.BatchNorm2d)}
@@ -127,17 +133,41 @@ def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, cha
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     for number, tensor in enumerate(tensors.values()):
-        tensor.data.fill_(number)
+        tensor.data.fill_(number + 1)
     vector = net.flatten(module).tolist()
     parts = vector[: net.kernels], vector[net.kernels : net.weights], vector[net.weights :]
     for level, part in enumerate(parts):
-        expected = [
-            float(number)
-            for number, (name, tensor) in enumerate(tensors.items())
-            for _ in range(tensor.numel())
-            if rank(name) == level
-        ]
+        expected = []
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if rank(name) == level:
+                expected += [number + 1.0] * tensor.numel() + [0.0] * (-tensor.numel() % 4)
         assert part == expected
+
+
+@pytest.mark.parametrize(("build", "channels"), [(LeNet, 1), (ResNet8, 3), (small.ConvNet, 3)])
+def test_every_tensor_is_aligned_to_16_bytes(build, channels, monkeypatch):
+    """A BatchNorm behind a bias of odd length made CUDA fail with "misaligned address"."""
+    net = Net(build, (channels, 12, 12), 7, 0.3)
+    weights, statistics = net.parts(net.initial(0))
+    seen = {}
+    monkeypatch.setattr(torch.func, "functional_call", lambda module, tensors, x: seen.update(tensors))
+    net(weights, statistics, torch.zeros(2, channels, 12, 12))
+    assert len(seen) == len(list(net.build(net.shape, 7, 0.3).parameters())) + len(net.moments)
+    start = weights.data_ptr()
+    assert start % 16 == 0 and [name for name, v in seen.items() if (v.data_ptr() - start) % 16] == []
+
+
+def test_the_padding_stays_zero_in_training():
+    """Nothing reads it, so that its gradient is zero, and with it the momentum and the decay."""
+    data = small.dataset()
+    net = Net(small.ConvNet, (1, 12, 12), 7, 0.9)  # 7 planes
+    marked = net.flatten(module_of(net)) != 0
+    method = METHODS["hassle"](net=net, batch=8, epochs=2, residual_steps=3, residual_width=0.9)
+    site = small.site(data, labelled=range(20), unlabelled=range(40, 61))
+    update, _ = train(method, site, method.message(method.initial(0), site.client, 1), None, 1, 0)
+    assert not marked.all()
+    for vector in update.arrays.values():
+        assert vector[~marked].eq(0).all() and not vector[marked].eq(0).all()
 
 
 @BUILDS
