@@ -1,10 +1,17 @@
 """Every test process computes on one thread: sums have one order, and workers do not crowd each other."""
 
+import sys
+import textwrap
+import warnings
+
 import numpy as np
 import pytest
-import small
 import torch
 from hypothesis import settings
+
+with warnings.catch_warnings():  # typer's, as it is first imported: it names what click has deprecated
+    warnings.filterwarnings("ignore", r"'click\.utils\.get_\w+' is deprecated", DeprecationWarning)
+    import small
 
 torch.set_num_threads(1)
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
@@ -18,6 +25,11 @@ def data(request):
 
 
 @pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+@pytest.fixture
 def global_randomness():
     """Fails the test if it moves the global state of torch or NumPy."""
     before = torch.get_rng_state(), np.random.get_state()[1:3]
@@ -25,3 +37,70 @@ def global_randomness():
     assert torch.equal(torch.get_rng_state(), before[0])
     key, position = np.random.get_state()[1:3]
     assert (key == before[1][0]).all() and position == before[1][1]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes an importable module of the user's own, and forgets it afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written = []
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+# Runs
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory):
+    """A file of 240 small images of four classes."""
+    path = tmp_path_factory.mktemp("images") / "small.npz"
+    small.save_images(path, small.dataset(train=240))
+    return path
+
+
+@pytest.fixture(scope="session")
+def without_residuals(images):
+    """Words of a run that takes a fraction of a second, for any method."""
+    return [
+        f"data={images}",
+        *("rounds=4", "clients_per_round=4", "threads=1", "device=cpu", "split.clients=6"),
+        "split.labels={full=1,partial=2,unlabelled=3,share=0.3}",
+        *("method.epochs=1", "method.batch=16"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def words(without_residuals):
+    """The same for HASSLE."""
+    return [*without_residuals, "method.residual_steps=2"]
+
+
+@pytest.fixture(scope="session")
+def finished(words, tmp_path_factory):
+    """The folder of a finished run, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "hassle"
+    code, out, err = small.call("run", *words, "--out", folder)
+    assert (code, err) == (0, "")
+    return folder, out
+
+
+@pytest.fixture(scope="session")
+def eight_rounds(words):
+    """Words of a longer run, to be cut."""
+    return [*words, "rounds=8"]
+
+
+@pytest.fixture(scope="session")
+def whole(eight_rounds, tmp_path_factory):
+    """The folder of the longer run, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert small.call("run", *eight_rounds, "--out", folder)[0] == 0
+    return folder

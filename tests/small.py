@@ -1,14 +1,29 @@
-"""Small things to test with: data, networks and federations that train in milliseconds."""
+"""Small things to test with: data, networks, federations and runs that train in milliseconds."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 
+import fedhassle
+from fedhassle.cli import app, guarded
+from fedhassle.config import build_dataset, build_method, build_net, build_split, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
-from fedhassle.local import Samples, Site
+from fedhassle.launch import carry_out, claim, reopen
+from fedhassle.local import Samples, Site, train
 from fedhassle.method import Client
+from fedhassle.methods import Hassle
 from fedhassle.nets import Net
+from fedhassle.requested import request
 from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator, dataset_views
 
@@ -122,3 +137,131 @@ def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
 def same(a, b):
     """Whether two mappings of names to tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# Local training
+
+QUICK = {"batch": 8, "epochs": 2}
+
+
+def hassle(**settings):
+    return Hassle(net(), **{**QUICK, "residual_steps": 5, **settings})
+
+
+def trained(method, here, state=None, t=1, seed=0):
+    """A client's update, from a message of the initial state unless another is given."""
+    state = method.initial(0) if state is None else state
+    return train(method, here, method.message(state, here.client, t), None, t, seed)[0]
+
+
+# Settings
+
+SETTINGS = {  # fit the images of the fixture `images`
+    "split.clients": 6,
+    "split.labels": {"full": 1, "partial": 2, "unlabelled": 3, "share": 0.3},
+    "clients_per_round": 4,
+    "method.batch": 16,
+}
+
+
+def save_images(path, data):
+    """Writes a data set as the .npz file of a user."""
+    np.savez(path, x_train=data.x_train, y_train=data.y_train, x_test=data.x_test, y_test=data.y_test)
+
+
+def resolved(*words, config="paper"):
+    """The settings of words over a preset."""
+    return resolve(request(config, words))
+
+
+def built(settings):
+    """All that a run builds before it trains."""
+    made = build_dataset(settings, progress=False)
+    split = build_split(settings, made)
+    split.check(len(made.y_train))
+    method = build_method(settings.method.name, settings.method.settings, build_net(settings, made))
+    return made, split, method
+
+
+# The command line
+
+PNG = b"\x89PNG\r\n\x1a\n"
+LIMIT = 120  # seconds after which a process counts as hung
+
+
+def call(*words):
+    """Exit code, output and error output of a command, as the console script gives them."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = guarded(lambda: app([str(word) for word in words]))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def environment(**changes):
+    """The environment of a process that runs this checkout."""
+    root = str(Path(fedhassle.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def process(*words, **changes):
+    """A command in a process of its own, to its end."""
+    command = [sys.executable, "-m", "fedhassle", *map(str, words)]
+    return subprocess.run(
+        command, env=environment(**changes), capture_output=True, timeout=LIMIT, check=False
+    )
+
+
+# Run folders
+
+
+def strict(text):
+    """JSON as the standard has it: without NaN and infinity."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def summary_of(folder):
+    return strict((folder / "summary.json").read_text("utf-8"))
+
+
+def metrics_of(folder):
+    return [strict(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def but_seconds(metrics):
+    """Lines of metrics, but for the time they took."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics]
+
+
+def tensors_of(path):
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator
+
+
+def checkpoints(folder):
+    return sorted((folder / "checkpoints").glob("round-*.safetensors"))
+
+
+def cut(words, folder, rounds):
+    """A run that is left after some rounds, as if the process had ended there."""
+    steps = carry_out(reopen(claim(request(None, words), folder).path))
+    for _ in range(rounds):
+        next(steps)
+    steps.close()
+
+
+def assert_same_result(folder, whole):
+    """Equal metrics, accuracies and model, bit for bit; nothing half-written is left."""
+    assert but_seconds(metrics_of(folder)) == but_seconds(metrics_of(whole))
+    mine, other = summary_of(folder), summary_of(whole)
+    for key in ("accuracy", "rounds", "settings", "settings_hash", "split_hash", "seed"):
+        assert mine[key] == other[key]
+    assert same(tensors_of(folder / "model.safetensors"), tensors_of(whole / "model.safetensors"))
+    assert {path.name for path in folder.rglob("*")} == {path.name for path in whole.rglob("*")}

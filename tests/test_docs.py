@@ -4,7 +4,6 @@ import doctest
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import small
 
@@ -26,17 +25,13 @@ def test_a_method_of_the_docs_trains(module, source, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (name,) = re.findall(r"^class (\w+)", source, re.MULTILINE)
     data = small.dataset()
-    arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test")}
-    np.savez(tmp_path / "own.npz", **arrays)
+    small.save_images(tmp_path / "own.npz", data)
     settings = {
+        **small.SETTINGS,
         "data": str(tmp_path / "own.npz"),
         "rounds": 2,
-        "clients_per_round": 4,
-        "split.clients": 6,
-        "split.labels": {"full": 1, "partial": 2, "unlabelled": 3, "share": 0.3},
         "method": f"{module}:{name}",
         "method.epochs": 1,
-        "method.batch": 8,
     }
     result = fedhassle.run("paper", settings, out=tmp_path / "run", quiet=True)
     assert set(result.accuracy) == {"model"}

@@ -163,7 +163,7 @@ def test_a_failed_picture_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", break_off)
-    with pytest.raises(UserError, match="disk full"):
+    with pytest.raises(UserError, match=r"dots\.png cannot be written: disk full"):
         dots.draw_split(ROWS, tmp_path / "dots.png", "three clients")
     assert list(tmp_path.iterdir()) == []
 

@@ -261,6 +261,7 @@ def test_folder_that_cannot_be_is_a_user_error(server: Server, tmp_path: Path) -
         idx(labels(9, 3))[:-9],
         *map(gzip.compress, [b"", b"\0\0\x0d\1abcd", b"\0\0\x08\1\0\0\0\5abcd"]),
     ],
+    ids=["no gzip", "cut", "empty", "not bytes", "too short"],  # the content has the time of day in it
 )
 def test_malformed_idx_is_a_user_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(content)

@@ -1,60 +1,16 @@
-"""Each equation of the paper against a literal transcription in float64 NumPy.
-
-The networks are linear, f(x; w) = W·x + b with w = (W, b) in one vector, so that f is a matrix product and
-its gradient is by hand: with G the gradient of a loss by the logits (B, M), ∂W = Gᵀ·X and ∂b = Σ_i G_i.
-"""
+"""Each equation of the paper against a literal transcription in float64 NumPy, by gradients too."""
 
 import numpy as np
 import pytest
 import small
 import torch
+from by_hand import NET, SIDES, B, D, M, ce, ce_gradient, f, gradient, kl, other_way, pull_back, softmax
 
-from fedhassle.local import descend, train
 from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
-from fedhassle.method import SGD, Batch, Client, Update, as_models, average
+from fedhassle.method import Batch, Client, Update, as_models, average
 from fedhassle.methods import FedAvg, FedProx, Hassle
-from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
+from fedhassle.methods.hassle import SUPERVISED
 from fedhassle.vectors import distance, mean, squared_distance
-
-B, M, D = 6, 4, 9  # batch, classes, pixels of a 3×3 image
-NET = small.net(small.Linear, side=3)
-SIDES = pytest.mark.parametrize("side", [SUPERVISED, UNSUPERVISED], ids=["S", "U"])
-
-
-def softmax(z):
-    e = np.exp(z - z.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
-
-
-def f(x, w):
-    """The logits (B, M) of images (B, 1, 3, 3)."""
-    return x.reshape(len(x), D) @ w[: M * D].reshape(M, D).T + w[M * D :]
-
-
-def pull_back(x, G):
-    """The gradient by w of a loss whose gradient by the logits is G."""
-    return np.concatenate([(G.T @ x.reshape(len(x), D)).reshape(-1), G.sum(0)])
-
-
-def ce(z, y):
-    """ℓ, a sample with y = −1 counting as zero in the sum and as one in the batch."""
-    each = [-np.log(softmax(z)[i, y[i]]) if y[i] >= 0 else 0.0 for i in range(len(y))]
-    return sum(each) / len(y)
-
-
-def ce_gradient(z, y):
-    one_hot = np.array([[float(y[i] == m) for m in range(z.shape[1])] for i in range(len(y))])
-    return (softmax(z) - one_hot) * (y >= 0)[:, None] / len(y)
-
-
-def kl(p, q):
-    """KL(p ‖ q) = Σ_m p_m·log(p_m/q_m), mean over the batch."""
-    return sum(p[i, m] * np.log(p[i, m] / q[i, m]) for i in range(len(p)) for m in range(M)) / len(p)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(3)
 
 
 @pytest.fixture
@@ -63,13 +19,6 @@ def world(rng):
     names = ("w_S", "w_U", "r_US", "r_SU", "w_S_before", "w_U_before", "local")
     vectors = {name: rng.normal(size=M * D + M) for name in names}
     return rng.normal(size=(B, 1, 3, 3)), np.array([0, 3, -1, 1, 1, 2]), vectors
-
-
-def gradient(loss, weights):
-    """The value and the gradient by the weights of loss(weights)."""
-    leaf = torch.from_numpy(weights).requires_grad_()
-    value = loss(leaf)
-    return value.item(), torch.autograd.grad(value, leaf)[0].numpy()
 
 
 def received(method, vectors):
@@ -170,11 +119,6 @@ def test_a_threshold_leaves_samples_without_a_label(world):
 
 
 # Residuals: Eqs. 6 to 9
-
-
-def other_way(side):
-    """The names of one side and of the other, spelt out: r_{U−S} adds to w_S what w_U knows."""
-    return ("w_S", "w_U", "r_US", "r_SU") if side is SUPERVISED else ("w_U", "w_S", "r_SU", "r_US")
 
 
 @SIDES
@@ -279,85 +223,3 @@ def test_at_zero_distance_the_gradient_is_zero_and_not_nan(measure, rng):
     w = rng.normal(size=7)
     value, grad = gradient(lambda leaf: measure(leaf, torch.from_numpy(w)), w)
     assert value == 0 and (grad == 0).all()
-
-
-# The optimiser (ruling 9), and Eqs. 3, 4 and 9 in the engine
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_sgd_clips_then_decays_then_adds_momentum(clip, decay, rng):
-    """First g ← g·min(1, c/‖g‖); g ← g + δ·w; v ← m·v + g; w ← w − η·v: decay is not clipped."""
-    w = rng.normal(size=8)
-    v = np.zeros(8)
-    weights, momentum = torch.from_numpy(w.copy()), torch.zeros(8, dtype=torch.float64)
-    for _ in range(4):
-        g = rng.normal(size=8)  # norm about 2.8
-        descend(weights, momentum, torch.from_numpy(g.copy()), SGD(0.1, 0.9, decay, clip))
-        if clip:
-            g = g * min(1.0, clip / np.sqrt((g**2).sum()))
-        v = 0.9 * v + (g + decay * w)
-        w = w - 0.1 * v
-        np.testing.assert_allclose(weights.numpy(), w, rtol=1e-5)  # 1e-6 is added to ‖g‖, as in PyTorch
-        np.testing.assert_allclose(momentum.numpy(), v, rtol=1e-5)
-
-
-def test_clipping_a_zero_gradient_keeps_it_zero():
-    w = torch.ones(3)
-    descend(w, torch.zeros(3), torch.zeros(3), SGD(0.1, 0.9, 0.0, 1.0))
-    assert w.tolist() == [1, 1, 1]
-
-
-def numpy_round(state, clients, eta, gamma, lam, tau, delta):
-    """Algorithm 1's round, where a client takes one full-batch step per model (Eqs. 1 to 4 and 6 to 12)."""
-    found = {}
-    for (x_l, y_l), x_u in clients:
-        known = state.get("w_S_before")
-        z = f(x_u, state["w_S"]) if known is None else f(x_u, known) + f(x_u, state["r_US"])
-        for x, y, (dual, other, residual, _) in (
-            (x_l, y_l, other_way(SUPERVISED)),
-            (x_u, z.argmax(1), other_way(UNSUPERVISED)),
-        ):
-            if not len(x):
-                continue
-            w, r = state[dual], state[residual]
-            step = pull_back(x, ce_gradient(f(x, w), y)) + 2 * gamma * (w - state[other])
-            found.setdefault(dual, []).append((len(x), w - eta * step))
-            p, q = softmax((f(x, state[other]) - f(x, w)) / tau), softmax(f(x, r) / tau)
-            step = pull_back(x, ce_gradient(f(x, w) + f(x, r), y) + lam * (q - p) / (tau * len(x)))
-            found.setdefault(residual, []).append((len(x), r - eta * (step + delta * r)))
-    merged = {k: sum(n * w for n, w in v) / sum(n for n, _ in v) for k, v in found.items()}
-    return state | merged | {"w_S_before": state["w_S"], "w_U_before": state["w_U"]}
-
-
-def test_three_rounds_of_algorithm_1_by_hand():
-    """Three clients whose data is one batch: every model takes one step a round, momentum does not show.
-
-    With a batch of n the one epoch is one step over all n samples. A residual takes one step as well, and
-    its batch of n holds each sample once. The three rounds pass through Eq. 5 (round 1) and Eq. 11.
-    """
-    data = small.dataset(side=3)
-    holdings = [(range(0, 8), ()), (range(8, 16), range(16, 24)), ((), range(24, 32))]
-    hyper = {"gamma": 0.05, "lam": 0.7, "tau": 2.0}
-    method = Hassle(NET, batch=8, epochs=1, lr=0.05, clip=0, residual_steps=1, residual_decay=0.01, **hyper)
-    state = method.initial(4)
-    expected = {k: v.double().numpy() for k, v in state.items()}
-    pixels = (data.x_train.astype(np.float64) / 255 - 0.5) / 0.25
-    x = pixels.transpose(0, 3, 1, 2)
-    clients = [((x[list(a)], data.y_train[list(a)]), x[list(b)]) for a, b in holdings]
-    for t in (1, 2, 3):
-        updates = []
-        for k, (labelled, unlabelled) in enumerate(holdings):
-            here = small.site(data, labelled, unlabelled, name=f"client {k}")
-            updates.append(train(method, here, method.message(state, here.client, t), None, t, seed=0)[0])
-        state = method.merge(state, updates, t, np.random.default_rng(0))
-        expected = numpy_round(expected, clients, eta=0.05, delta=0.01, **hyper)
-        assert state.keys() == expected.keys()
-        for name, vector in expected.items():
-            np.testing.assert_allclose(state[name].numpy(), vector, rtol=1e-4, atol=2e-6, err_msg=name)
-    test_pixels = torch.from_numpy(x[:B].astype(np.float32))
-    found = method.predict(state, test_pixels)
-    s = f(x[:B], expected["w_S_before"]) + f(x[:B], expected["r_US"])
-    u = f(x[:B], expected["w_U_before"]) + f(x[:B], expected["r_SU"])
-    for name, z in (("SM", s), ("UM", u), ("EM", (s + u) / 2)):
-        np.testing.assert_allclose(found[name].numpy(), z, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -1,64 +1,27 @@
 """Comparisons of finished runs: the table, the picture, and what is refused."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
-import small
 from PIL import Image
 from rich.console import Console
-
-from fedhassle.cli import app, guarded
-
-PNG = b"\x89PNG\r\n\x1a\n"
-LAYOUT = "split.labels={full=1,partial=2,unlabelled=3,share=0.3}"
-TINY = (
-    "rounds=3",
-    "evaluate_every=1",
-    "clients_per_round=4",
-    "threads=1",
-    "device=cpu",
-    "split.clients=6",
-    LAYOUT,
-)
-
-
-def call(*words):
-    """Exit code, output and error output of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = guarded(lambda: app([str(word) for word in words]))
-        except SystemExit as exit_:
-            code = exit_.code or 0
-    return code, out.getvalue(), err.getvalue()
+from small import PNG, call, summary_of
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(without_residuals, tmp_path_factory):
     """Folders of finished runs: HASSLE with three seeds, FedAvg with two settings."""
     place = tmp_path_factory.mktemp("runs")
-    made = small.dataset(train=240)
-    np.savez(
-        place / "small.npz",
-        **{"x_train": made.x_train, "y_train": made.y_train, "x_test": made.x_test, "y_test": made.y_test},
-    )
-    words = [f"data={place / 'small.npz'}", *TINY, "method.epochs=1", "method.batch=16"]
+    words = [*without_residuals, "rounds=3", "evaluate_every=1"]
     wanted = {f"hassle-{seed}": ("method.residual_steps=2", f"seed={seed}") for seed in range(3)}
     wanted |= {"fedavg": ("method=fedavg",), "fedavg-slow": ("method=fedavg", "method.lr=0.01")}
     for name, more in wanted.items():
         assert call("run", *words, *more, "--out", place / name)[0] == 0
     return place
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text("utf-8"))
 
 
 def percent(values):
@@ -72,6 +35,12 @@ def rows_of(out):
     return [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.strip()]
 
 
+def figures_of(out, prediction):
+    """What stands behind a prediction in its row."""
+    (row,) = [row for row in rows_of(out) if prediction in row]
+    return row[row.index(prediction) + 1 :]
+
+
 @pytest.fixture
 def wide(monkeypatch):
     """A terminal with room for every column."""
@@ -82,12 +51,13 @@ def test_runs_of_different_methods_stand_side_by_side(runs, wide, tmp_path):
     code, out, err = call("compare", runs / "hassle-0", runs / "fedavg", "--picture", tmp_path / "both.png")
     assert (code, err) == (0, "")
     assert (tmp_path / "both.png").read_bytes().startswith(PNG)
-    cells = [cell for row in rows_of(out) for cell in row]
     for name in ("hassle-0", "fedavg"):
         summary = summary_of(runs / name)
-        assert any(cell.startswith(summary["method"]) for cell in cells)
+        (first,) = [row for row in rows_of(out) if row[0].startswith(summary["method"])]
+        assert first[1:4] == ["small.npz", "1", next(iter(summary["accuracy"]))]
         for prediction, score in summary["accuracy"].items():
-            assert prediction in cells and percent([score["mean_of_last"]]) in cells
+            expected = [percent([score[figure]]) for figure in ("mean_of_last", "best")]
+            assert figures_of(out, prediction)[:2] == expected
     assert str(tmp_path / "both.png") in out
 
 
@@ -96,10 +66,9 @@ def test_seeds_of_one_setting_become_mean_and_standard_deviation(runs, wide, tmp
     code, out, _ = call("compare", *folders, runs / "fedavg", "--picture", tmp_path / "x.png")
     assert code == 0
     scores = [summary_of(folder)["accuracy"] for folder in folders]
-    cells = [cell for row in rows_of(out) for cell in row]
     for prediction in ("SM", "UM", "EM", "w_S", "w_U"):
         expected = percent([score[prediction]["mean_of_last"] for score in scores])
-        assert expected in cells and " ± " in expected
+        assert figures_of(out, prediction)[0] == expected and " ± " in expected
 
 
 def test_two_settings_of_one_method_are_told_apart_by_what_differs(runs, wide, tmp_path):
@@ -186,7 +155,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind) if kind == "all keys" else kind for kind in FOREIGN])
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_a_foreign_file_is_a_user_error_that_names_it(kind, runs, tmp_path):
     file, text = tmp_path / "summary.json", FOREIGN[kind]
     if text is None:
@@ -201,22 +170,16 @@ def test_a_foreign_file_is_a_user_error_that_names_it(kind, runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothere", "nothere/summary.json", "empty", "small.npz"])
-def test_what_is_not_there_is_a_user_error(name, runs, tmp_path):
+def test_what_is_not_there_is_a_user_error(name, images, tmp_path):
     (tmp_path / "empty").mkdir()
-    path = runs / name if name == "small.npz" else tmp_path / name
+    path = images if name == images.name else tmp_path / name
     code, _, err = call("compare", path, "--picture", tmp_path / "x.png")
     assert code == 2 and str(path) in err
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "x.gif",
-        "x.xyz",
-        "x",
-        pytest.param("file/x.png"),
-        pytest.param("folder.png"),
-    ],
+    ["x.gif", "x.xyz", "x", "file/x.png", "folder.png"],
 )
 def test_a_picture_that_cannot_be_written_is_a_user_error(name, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,78 @@
+"""What the code under test must equal, spelt out in float64 NumPy.
+
+The networks are linear, f(x; w) = W·x + b with w = (W, b) in one vector, so that f is a matrix product and
+its gradient is by hand: with G the gradient of a loss by the logits (B, M), ∂W = Gᵀ·X and ∂b = Σ_i G_i.
+"""
+
+import numpy as np
+import pytest
+import small
+import torch
+
+from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
+
+B, M, D = 6, 4, 9  # batch, classes, pixels of a 3×3 image
+NET = small.net(small.Linear, side=3)
+SIDES = pytest.mark.parametrize("side", [SUPERVISED, UNSUPERVISED], ids=["S", "U"])
+
+
+def softmax(z):
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def f(x, w):
+    """The logits (B, M) of images (B, 1, 3, 3)."""
+    return x.reshape(len(x), D) @ w[: M * D].reshape(M, D).T + w[M * D :]
+
+
+def pull_back(x, G):
+    """The gradient by w of a loss whose gradient by the logits is G."""
+    return np.concatenate([(G.T @ x.reshape(len(x), D)).reshape(-1), G.sum(0)])
+
+
+def ce(z, y):
+    """ℓ, a sample with y = −1 counting as zero in the sum and as one in the batch."""
+    each = [-np.log(softmax(z)[i, y[i]]) if y[i] >= 0 else 0.0 for i in range(len(y))]
+    return sum(each) / len(y)
+
+
+def ce_gradient(z, y):
+    one_hot = np.array([[float(y[i] == m) for m in range(z.shape[1])] for i in range(len(y))])
+    return (softmax(z) - one_hot) * (y >= 0)[:, None] / len(y)
+
+
+def kl(p, q):
+    """KL(p ‖ q) = Σ_m p_m·log(p_m/q_m), mean over the batch."""
+    return sum(p[i, m] * np.log(p[i, m] / q[i, m]) for i in range(len(p)) for m in range(M)) / len(p)
+
+
+def gradient(loss, weights):
+    """The value and the gradient by the weights of loss(weights)."""
+    leaf = torch.from_numpy(weights).requires_grad_()
+    value = loss(leaf)
+    return value.item(), torch.autograd.grad(value, leaf)[0].numpy()
+
+
+def other_way(side):
+    """The names of one side and of the other, spelt out: r_{U−S} adds to w_S what w_U knows."""
+    return ("w_S", "w_U", "r_US", "r_SU") if side is SUPERVISED else ("w_U", "w_S", "r_SU", "r_US")
+
+
+def order_of_epochs(n, batch, epochs, rng):
+    """The documented walk, an index at a time: ⌈n/B⌉ full batches, filled up from the shuffle's start."""
+    batches = []
+    for _ in range(epochs):
+        shuffled = rng.permutation(n).tolist()
+        count = int(np.ceil(n / batch))
+        cycled = [shuffled[i % n] for i in range(count * batch)]
+        batches += [cycled[i * batch : (i + 1) * batch] for i in range(count)]
+    return batches
+
+
+def order_end_to_end(n, batch, steps, rng):
+    """Shuffled passes end to end, cut into batches."""
+    endless = []
+    while len(endless) < steps * batch:
+        endless += rng.permutation(n).tolist()
+    return [endless[i * batch : (i + 1) * batch] for i in range(steps)]

@@ -1,0 +1,49 @@
+"""Lists and help of the command line."""
+
+import subprocess
+import sys
+
+import pytest
+from small import LIMIT, call, environment
+
+
+def test_methods_are_listed_one_a_line():
+    code, out, err = call("methods")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == ["fedavg", "fedprox", "hassle"]
+    assert all(len(line.split()) > 4 for line in out.splitlines())
+
+
+def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypatch):
+    (tmp_path / "cifar10.npz").touch()
+    code, out, _ = call("data", "list", "--data-dir", tmp_path)
+    first = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0 and {"fmnist-mini", "fmnist", "cifar10", "cifar100"} <= set(first)
+    assert "shipped" in first["fmnist-mini"] and "12,000 + 2,000" in first["fmnist-mini"]
+    assert " here " in first["cifar10"] and "to download" in first["cifar100"]
+    monkeypatch.setenv("FEDHASSLE_DATA", str(tmp_path))
+    assert call("data", "list")[1] == out
+
+
+@pytest.mark.parametrize(
+    ("command", "mentioned"),
+    [
+        ((), ("run", "resume", "split", "compare", "methods", "data")),
+        (("run",), ("CONFIG", "KEY=VALUE", "--out", "--data-dir", "--device")),
+        (("resume",), ("FOLDER",)),
+        (("split",), ("--json", "--picture", "--save", "--data-dir")),
+        (("compare",), ("FOLDERS", "--picture")),
+        (("methods",), ("one line each",)),
+        (("data",), ("list",)),
+        (("data", "list"), ("--data-dir",)),
+    ],
+)
+def test_help(command, mentioned):
+    code, out, err = call(*command, "--help")
+    assert (code, err) == (0, "") and all(word in out for word in mentioned)
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = "import sys, fedhassle.cli; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=LIMIT, check=False)
+    assert done.returncode == 0

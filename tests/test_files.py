@@ -1,0 +1,164 @@
+"""Files that are there whole or not at all, and folders that one process has to itself."""
+
+import contextlib
+import json
+import re
+import select
+import subprocess
+import sys
+
+import pytest
+from small import LIMIT, call, checkpoints, cut, environment
+
+from fedhassle.errors import UserError
+from fedhassle.files import atomic, locked, remove_unfinished, write_json, write_text
+
+# Whole or not at all
+
+
+def test_a_file_takes_its_place_when_the_block_ends(tmp_path):
+    path = tmp_path / "new" / "deep" / "words.txt"
+    with atomic(path) as temporary:
+        assert temporary.parent == path.parent and temporary.suffix == ".txt"
+        temporary.write_text("αβγ", encoding="utf-8")
+        assert not path.exists()
+    assert path.read_text("utf-8") == "αβγ"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "there before"])
+@pytest.mark.parametrize("failure", [RuntimeError("half-way"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_failure_leaves_neither_temporary_nor_target(failure, there, tmp_path):
+    path = tmp_path / "words.txt"
+    if there:
+        path.write_text("old")
+    with pytest.raises(type(failure)), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise failure
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == (
+        {"words.txt": "old"} if there else {}
+    )
+
+
+def test_a_full_disk_is_a_user_error_that_names_the_path(tmp_path):
+    path = tmp_path / "words.txt"
+    with pytest.raises(UserError) as caught, atomic(path) as temporary:
+        temporary.write_text("half")
+        raise OSError(28, "No space left on device")
+    assert str(caught.value) == f"{path} cannot be written: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file/under.txt", "exists|[Nn]ot a directory"),
+        ("file/under/deep.txt", "[Nn]ot a directory"),
+        ("folder", "directory"),
+        ("a" * 300, "too long"),
+    ],
+    ids=["under a file", "deep under a file", "a folder", "long name"],
+)
+def test_a_place_that_cannot_be_written_is_a_user_error_that_names_it(name, reason, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(str(tmp_path / name))} cannot be written: .*({reason})"
+    ):
+        write_text(tmp_path / name, "words")
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+
+
+def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
+    path = tmp_path / "value.json"
+    write_json(path, {"α": [1, None]})
+    assert json.loads(path.read_text("utf-8")) == {"α": [1, None]} and "α" in path.read_text("utf-8")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"α": float("nan")})
+    assert json.loads(path.read_text("utf-8")) == {"α": [1, None]}
+
+
+def test_only_what_writers_left_is_removed(tmp_path):
+    for name in (".writing-abc.json", ".writing-xyz", "writing-mine", ".hidden", "config.toml"):
+        (tmp_path / name).touch()
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"writing-mine", ".hidden", "config.toml"}
+    remove_unfinished(tmp_path / "nothere")
+
+
+# One process at a time
+
+UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
+HOLD = """
+import sys
+from pathlib import Path
+from fedhassle.files import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held(folder):
+    """Another process that holds the lock of a folder until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    other = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert select.select([other.stdout], [], [], LIMIT)[0], "the process hangs"
+        assert other.stdout.readline() == b"held\n"
+        yield other
+    finally:
+        other.kill()
+        other.wait(LIMIT)
+        other.stdin.close()
+        other.stdout.close()
+
+
+@UNIX
+@pytest.mark.parametrize("end", ["by itself", "SIGKILL"])
+def test_a_second_process_is_kept_out_until_the_first_ends(end, tmp_path):
+    with held(tmp_path) as other:
+        with (
+            pytest.raises(UserError, match=rf"^another process is at work in {re.escape(str(tmp_path))}: "),
+            locked(tmp_path),
+        ):
+            pytest.fail("two are in the folder")
+        if end == "SIGKILL":
+            other.kill()
+        else:
+            other.stdin.close()
+        assert other.wait(LIMIT) == (-9 if end == "SIGKILL" else 0)
+        with locked(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []  # a lock is no file
+
+
+@UNIX
+def test_a_failure_ends_the_lock(tmp_path):
+    with pytest.raises(RuntimeError, match="half-way"), locked(tmp_path):
+        raise RuntimeError("half-way")
+    with locked(tmp_path):
+        pass
+
+
+@UNIX
+def test_locks_of_different_folders_do_not_meet(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with locked(tmp_path / "one"), locked(tmp_path / "two"):
+        pass
+
+
+@UNIX
+def test_a_run_that_another_process_carries_out_cannot_be_resumed(eight_rounds, tmp_path):
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 3)
+    files = [folder / "metrics.jsonl", *checkpoints(folder)]
+    before = [path.read_bytes() for path in files]
+    with held(folder):
+        code, _, err = call("resume", folder)
+    assert code == 2 and f"another process is at work in {folder}" in err
+    assert [path.read_bytes() for path in files] == before
+    assert call("resume", folder)[0] == 0

@@ -1,0 +1,138 @@
+"""A run that is killed at any moment goes on where it was and ends in the same bits."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import small
+from small import (
+    LIMIT,
+    assert_same_result,
+    call,
+    checkpoints,
+)
+
+from fedhassle.cli import app, guarded
+
+WATCHED = {
+    "folder": lambda folder: folder.exists(),
+    "request": lambda folder: (folder / "request.json").exists(),
+    "split": lambda folder: (folder / "split.npz").exists(),
+    "config": lambda folder: (folder / "config.toml").exists(),
+    "metrics": lambda folder: (folder / "metrics.jsonl").exists(),
+    "checkpoint": lambda folder: bool(checkpoints(folder)),
+    "half a checkpoint": lambda folder: any((folder / "checkpoints").glob(".writing-*")),
+    "two checkpoints": lambda folder: len(checkpoints(folder)) == 2,
+    "model": lambda folder: (folder / "model.safetensors").exists(),
+    "curves": lambda folder: (folder / "curves.png").exists(),
+}
+
+
+def command(words):
+    """The command line in a process that is forked from one which has PyTorch loaded already."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123
+        sys.exit(guarded(lambda: app(words)))
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Starts commands in processes of their own, within milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedhassle.cli", "fedhassle.launch", "fedhassle.view"])
+    started = []
+
+    def start(*words):
+        process = context.Process(target=command, args=([str(word) for word in words],), daemon=True)
+        process.start()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join(LIMIT)
+
+
+def kill_when(process, folder, condition, delay):
+    """SIGKILL once something is so, and a little later; the end of the process is no failure."""
+    deadline = time.monotonic() + LIMIT
+    while process.is_alive() and not condition(folder):
+        assert time.monotonic() < deadline, "the process hangs"
+    time.sleep(delay)
+    process.kill()
+    process.join(LIMIT)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
+
+
+def resume_to_the_end(words, folder):
+    """Goes on; a run that was killed before it could write what was asked is simply started again."""
+    recorded = (folder / "request.json").exists() or (folder / "config.toml").exists()
+    code, _, err = call("resume", folder) if recorded else call("run", *words, "--out", folder)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("moment", WATCHED)
+def test_a_run_killed_at_a_moment_that_matters_ends_in_the_same_bits(
+    moment, eight_rounds, whole, forked, tmp_path
+):
+    folder = tmp_path / "run"
+    kill_when(forked("run", *eight_rounds, "--out", folder), folder, WATCHED[moment], 0)
+    resume_to_the_end(eight_rounds, folder)
+    assert_same_result(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_killed_again_and_again_at_random_ends_in_the_same_bits(
+    seed, eight_rounds, whole, forked, tmp_path
+):
+    """Up to six kills, each at most some rounds after the process begins to work."""
+    rng, folder, kills = random.Random(seed), tmp_path / "run", 0
+    asked = ("run", *eight_rounds, "--out", folder)
+    for _ in range(6):
+        seen = rng.choice(list(WATCHED.values()))
+        code = kill_when(forked(*asked), folder, seen, rng.uniform(0, 0.15))
+        kills += code != 0
+        if (folder / "request.json").exists() or (folder / "config.toml").exists():
+            asked = ("resume", folder)
+    resume_to_the_end(eight_rounds, folder)
+    assert kills and (folder / "summary.json").exists()
+    assert_same_result(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.15])
+def test_a_process_killed_in_its_first_second_is_taken_up_by_another(delay, eight_rounds, whole, tmp_path):
+    """Real processes, from the shell's command to the table at the end."""
+    folder = tmp_path / "run"
+    shell = [sys.executable, "-m", "fedhassle", "run", *eight_rounds, "--out", str(folder)]
+    running = subprocess.Popen(shell, env=small.environment(), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (folder / "request.json").exists() and running.poll() is None:
+            assert time.monotonic() < deadline
+        time.sleep(delay)
+    finally:
+        running.kill()
+        running.wait(LIMIT)
+    assert running.returncode == -signal.SIGKILL
+    done = small.process("resume", folder)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert_same_result(folder, whole)
+
+
+def test_a_folder_from_before_the_request_was_written_can_be_used(eight_rounds, tmp_path):
+    """Killed between making the folder and its first file: nothing is lost, so nothing is in the way."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".writing-abc.json").write_text('[{"rou')
+    code, _, err = call("resume", folder)
+    assert code == 2 and "fedhassle run" in err
+    assert call("run", *eight_rounds, "rounds=1", "--out", folder)[0] == 0

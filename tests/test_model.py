@@ -1,0 +1,105 @@
+"""The model that a run leaves: its predictions by hand, and what loading it refuses."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from small import call, metrics_of, tensors_of
+
+import fedhassle
+
+
+def lenet(vector, x, width, classes=small.CLASSES):
+    """LeNet of a flat vector: kernels (out, height, width, in), then the bias, layer by layer.
+
+    Each is followed by zeros up to a multiple of four entries.
+    """
+    c1, c2, d1, d2 = (-(-n // width) for n in (6, 16, 120, 84))
+    flat = c2 * ((x.shape[2] // 2 - 4) // 2) * ((x.shape[3] // 2 - 4) // 2)
+    shapes = [(c1, 5, 5, 1), (c1,), (c2, 5, 5, c1), (c2,), (d1, flat), (d1,), (d2, d1), (d2,)]
+    shapes += [(classes, d2), (classes,)]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    rooms = [size + -size % 4 for size in sizes]
+    assert sum(rooms) == vector.numel()
+    parts = zip(vector.double().split(rooms), sizes, shapes, strict=True)
+    p = [part[:size].reshape(shape) for part, size, shape in parts]
+    x = F.max_pool2d(F.conv2d(x, p[0].permute(0, 3, 1, 2), p[1], padding=2).relu(), 2)
+    x = F.max_pool2d(F.conv2d(x, p[2].permute(0, 3, 1, 2), p[3]).relu(), 2).flatten(1)
+    return F.linear(F.linear(F.linear(x, p[4], p[5]).relu(), p[6], p[7]).relu(), p[8], p[9])
+
+
+def test_the_model_predicts_what_the_evaluation_said(finished, images):
+    """SM, UM and EM by hand in float64 from the arrays in the file, and through `fedhassle.load`."""
+    folder, _ = finished
+    with np.load(images) as file:
+        x_train, x_test, y = file["x_train"] / 255, file["x_test"], file["y_test"]
+    x = torch.from_numpy((x_test / 255 - x_train.mean()) / x_train.std()).permute(
+        0, 3, 1, 2
+    )  # (40, 1, 12, 12)
+    state = tensors_of(folder / "model.safetensors")
+    sm = lenet(state["w_S_before"], x, 1) + lenet(state["r_US"], x, 4)
+    um = lenet(state["w_U_before"], x, 1) + lenet(state["r_SU"], x, 4)
+    z = {"SM": sm, "UM": um, "EM": (sm + um) / 2, "w_S": lenet(state["w_S"], x, 1)}
+    z["w_U"] = lenet(state["w_U"], x, 1)
+    expected = {name: float((logits.argmax(1).numpy() == y).mean()) for name, logits in z.items()}
+    assert metrics_of(folder)[-1]["accuracy"] == expected
+    model = fedhassle.load(folder / "model.safetensors")
+    assert model.class_names == ("0", "1", "2", "3")
+    for name, logits in z.items():
+        prediction = model.predict(x_test, mode=name)
+        assert (prediction.classes == logits.argmax(1).numpy()).all()
+        np.testing.assert_allclose(prediction.probabilities, logits.softmax(1), atol=1e-4)
+    assert (model.predict(x_test).classes == z["EM"].argmax(1).numpy()).all()
+    assert (model.predict(x_test[..., 0], mode="sm").classes == z["SM"].argmax(1).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((2, 13, 12, 1), np.uint8),
+        np.zeros((2, 12, 12, 3), np.uint8),
+        np.zeros((2, 12, 12, 1), np.float32),
+        np.zeros((0, 12, 12, 1), np.uint8),
+        np.zeros((12, 12), np.uint8),
+    ],
+)
+def test_the_model_refuses_other_images(finished, wrong):
+    with pytest.raises(fedhassle.UserError, match=r"expected uint8 images \(N, 12, 12, 1\)"):
+        fedhassle.load(finished[0] / "model.safetensors").predict(wrong)
+
+
+def test_an_unknown_mode_lists_the_known_ones(finished):
+    with pytest.raises(fedhassle.UserError, match="SM, UM, EM"):
+        fedhassle.load(finished[0] / "model.safetensors").predict(np.zeros((1, 12, 12), np.uint8), mode="XM")
+
+
+OWN = """
+    from dataclasses import dataclass
+    from fedhassle.methods.fedavg import FedAvg
+
+    @dataclass(frozen=True)
+    class Mine(FedAvg):
+        "FedAvg under another name."
+"""
+
+
+def test_loading_a_model_imports_nothing_that_it_names(without_residuals, module, tmp_path):
+    module("own_loaded", OWN)
+    folder = tmp_path / "run"
+    assert call("run", *without_residuals, "method=own_loaded:Mine", "--out", folder)[0] == 0
+    del sys.modules["own_loaded"]
+    with pytest.raises(fedhassle.UserError, match=r"own_loaded:Mine.*allow_import=True"):
+        fedhassle.load(folder / "model.safetensors")
+    assert "own_loaded" not in sys.modules
+    model = fedhassle.load(folder / "model.safetensors", allow_import=True)
+    assert "own_loaded" in sys.modules and type(model.method).__name__ == "Mine"
+
+
+@pytest.mark.parametrize("file", ["checkpoints/round-000004.safetensors", "curves.png", "nothere", "."])
+def test_loading_anything_else_is_a_user_error(finished, file):
+    with pytest.raises(fedhassle.UserError, match=Path(file).name or str(finished[0])):
+        fedhassle.load(finished[0] / file)

@@ -1,0 +1,187 @@
+"""A method of one's own, named by its import path."""
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from dataclasses import dataclass
+
+import pytest
+import small
+import tomli_w
+from small import LIMIT, built, environment, resolved
+
+import fedhassle
+from fedhassle.config import resolve
+from fedhassle.errors import UserError
+from fedhassle.requested import Requested, request
+
+METHOD = """
+    from dataclasses import dataclass
+    from fedhassle import Descent, Method, Phase, Stream
+    from fedhassle.losses import cross_entropy
+
+    @dataclass(frozen=True)
+    class Ridge(Method):
+        "Pulls towards zero."
+        strength: float = 0.01
+        {field}
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.strength < 0:
+                raise ValueError(f"strength must not be negative, got {{self.strength}}")
+
+        def networks(self):
+            return {{"w": self.net}}
+
+        def initial(self, seed):
+            return {{"w": self.net.initial(seed)}}
+
+        def phases(self, client, t):
+            walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.sgd())
+            return (Phase("labelled", (walk,), (descent,), self.epochs),) if client.labelled else ()
+
+        def loss(self, local, received, batch):
+            z = local["w"](batch.views[0])
+            return cross_entropy(z, batch.y) + self.strength * local["w"].weights.square().sum()
+
+        def predict(self, state, x):
+            return {{"model": self.net.logits(state["w"], x)}}
+
+    class Loose(Method):
+        own: float = 1.0
+
+    def function():
+        pass
+"""
+
+
+def test_a_method_of_ones_own_has_its_fields_as_settings(module, images):
+    module("own_ridge", METHOD.format(field=""))
+    words = {**small.SETTINGS, "data": str(images), "method": "own_ridge:Ridge", "method.strength": 0.5}
+    settings = resolve(request("quick", words))
+    assert settings.method.settings == {
+        "batch": 16,
+        "epochs": resolved(config="quick").method.settings["epochs"],
+        "lr": 0.1,
+        "momentum": 0.9,
+        "clip": None,
+        "strength": 0.5,
+    }
+    _, _, method = built(settings)
+    assert type(method).__name__ == "Ridge" and method.strength == 0.5
+    with pytest.raises(UserError, match=r"method\.strenght.*did you mean 'method\.strength'"):
+        resolved("method=own_ridge:Ridge", "method.strenght=1")
+    with pytest.raises(UserError, match=r"method\.strength: .*number"):
+        resolved("method=own_ridge:Ridge", "method.strength=much")
+
+
+def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
+    module("own_trained", METHOD.format(field=""))
+    words = {**small.SETTINGS, "data": str(images), "method": "own_trained:Ridge", "rounds": 1, "threads": 1}
+    result = fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
+    assert result.summary["method"] == "own_trained:Ridge" and set(result.accuracy) == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_wrong:Absent", "cannot be imported: AttributeError"),
+        ("own_absent:Ridge", "cannot be imported: ModuleNotFoundError"),
+        ("own_wrong:function", "must be a dataclass that inherits fedhassle.Method"),
+        ("own_wrong:dataclass", "must be a dataclass that inherits fedhassle.Method"),
+        ("own_syntax:X", "cannot be imported: SyntaxError"),
+        ("own_raises:X", "cannot be imported: ZeroDivisionError"),
+        ("own_wrong.Ridge", "import path such as"),
+        ("own_wrong:", "cannot be imported"),
+        (":Ridge", "cannot be imported"),
+        ("own_wrong:Ridge:Ridge", "cannot be imported"),
+    ],
+)
+def test_a_wrong_import_path_says_what_is_wrong(name, message, module):
+    module("own_wrong", METHOD.format(field=""))
+    module("own_syntax", "def x(:")
+    module("own_raises", "1 / 0")
+    with pytest.raises(UserError, match=message):
+        resolved(f"method={name}")
+
+
+def test_a_module_that_exits_is_a_user_error(module):
+    module("own_exits", "raise SystemExit(0)")
+    with pytest.raises(UserError, match="own_exits"):
+        resolved("method=own_exits:X")
+
+
+def test_a_subclass_that_forgot_the_dataclass_has_no_new_settings(module):
+    """It inherits its parent's fields; a field of its own is then no setting, and that is said."""
+    module("own_loose", METHOD.format(field=""))
+    with pytest.raises(UserError, match=r"unknown setting 'method\.own'"):
+        resolved("method=own_loose:Loose", "method.own=1")
+
+
+def test_what_ones_own_method_refuses_is_a_user_error(module, images):
+    module("own_refuses", METHOD.format(field=""))
+    words = {**small.SETTINGS, "data": str(images), "method": "own_refuses:Ridge", "method.strength": -1}
+    with pytest.raises(UserError, match="strength must not be negative, got -1"):
+        built(resolve(request("paper", words)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sizes: tuple[int, ...] = (1, 2)", (1, 2)),
+        ("sizes: tuple[float, float] = (1.0, 2.0)", (1.0, 2.0)),
+        ("sizes: str | None = None", None),
+        (
+            "sizes: dict[str, int] = __import__('dataclasses').field(default_factory=dict)",
+            {},
+        ),
+    ],
+    ids=["tuple", "pair", "optional", "factory"],
+)
+def test_every_plain_kind_of_field_resolves_and_comes_back_from_its_file(field, value, module, request):
+    name = module("own_" + request.node.callspec.id.replace("-", "_"), METHOD.format(field=field))
+    settings = resolved(f"method={name}:Ridge")
+    assert settings.method.settings["sizes"] == value
+    assert resolve(Requested((tomllib.loads(tomli_w.dumps(settings.as_toml())),))) == settings
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "sizes: 'Nothing' = 1",
+        "sizes: object() = 1",
+        "sizes: __import__('threading').Lock = None",
+        "name: str = 'x'",
+    ],
+    ids=["unknown type", "no type", "opaque type", "name"],
+)
+def test_a_field_that_cannot_be_a_setting_is_a_user_error(field, module, request):
+    name = module("own_" + request.node.callspec.id.replace(" ", "_"), METHOD.format(field=field))
+    with pytest.raises(UserError, match="own_"):
+        resolved(f"method={name}:Ridge")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A dataclass that is no method."""
+
+    batch: int = 1
+
+
+def test_a_dataclass_that_is_no_method_is_refused():
+    with pytest.raises(UserError, match=r"inherits fedhassle\.Method"):
+        resolved(f"method={__name__}:Outside")
+
+
+def test_a_method_in_the_working_folder_is_found(without_residuals, tmp_path):
+    """The console script does not put the working folder on the path; `main` does."""
+    (tmp_path / "own_here.py").write_text(textwrap.dedent(METHOD.format(field="")))
+    code = "import sys; sys.path.remove(''); from fedhassle.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", *without_residuals, "method=own_here:Ridge", "--out", "run"]
+    done = subprocess.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, timeout=LIMIT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -1,0 +1,55 @@
+"""A network of one's own, named by its import path."""
+
+import pytest
+import small
+from small import built
+
+from fedhassle.config import resolve
+from fedhassle.errors import UserError
+from fedhassle.requested import request
+
+NET = """
+    import torch
+    from torch import nn
+
+    class Flat(nn.Module):
+        def __init__(self, shape, classes, width=1.0):
+            super().__init__()
+            self.output = nn.Linear(shape[0] * shape[1] * shape[2], classes{extra})
+
+        def forward(self, x):
+            return self.output(x.flatten(1))
+
+    class Fails(nn.Module):
+        def __init__(self, shape, classes, width=1.0):
+            super().__init__()
+            raise OSError("no weights here")
+
+    def nothing(shape, classes, width=1.0):
+        return None
+"""
+
+
+def test_a_network_of_ones_own_is_built(module, images):
+    module("own_net", NET.format(extra=""))
+    words = {**small.SETTINGS, "data": str(images), "net": "own_net:Flat"}
+    dataset, _, method = built(resolve(request("paper", words)))
+    assert method.net.weights == 12 * 12 * 4 + 4 and dataset.net == "lenet"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_bad_net:Flat", r"logits of shape \(B, 4\), got \(2, 5\)"),
+        ("own_bad_net:Absent", "cannot be imported"),
+        ("own_bad_net:torch", "cannot be built"),
+        ("torch.nn:ReLU", "cannot be built"),
+        ("own_bad_net:nothing", "own_bad_net:nothing"),
+        ("own_bad_net:Fails", "no weights here"),
+        ("builtins:print", "builtins:print"),
+    ],
+)
+def test_a_wrong_network_says_what_is_wrong(name, message, module, images):
+    module("own_bad_net", NET.format(extra=" + 1"))
+    with pytest.raises(UserError, match=message):
+        built(resolve(request("paper", {**small.SETTINGS, "data": str(images), "net": name})))

@@ -1,0 +1,51 @@
+"""The hash of settings: equal for runs that differ in seed and machine alone."""
+
+import dataclasses
+
+import small
+from small import resolved
+
+from fedhassle.config import build_dataset, settings_hash
+from fedhassle.methods import METHODS
+
+
+def hash_of(dataset, *words):
+    return settings_hash(resolved(*words), dataset)
+
+
+def test_the_hash_is_of_settings_and_not_of_machines_or_seeds(tmp_path):
+    dataset = small.dataset()
+    base = hash_of(dataset)
+    same = ("seed=5", "threads=3", "data.folder=elsewhere", f"data.folder={tmp_path}", "device=cpu")
+    assert {hash_of(dataset, word) for word in same} == {base}
+    assert base == hash_of(dataset, "rounds=200", "method=hassle", "method.tau=2", "split.alpha=0.1")
+
+
+def test_the_hash_changes_with_every_other_setting():
+    dataset = small.dataset()
+    words = [
+        *("rounds=3", "clients_per_round=3", "evaluate_every=3", "net=resnet8", "data.holdout=0.5"),
+        *("data.mean=[0.1]", "data.std=[0.1]", "data.flip=true", "data.crop=1", "split.kind=iid"),
+        *("split.annotation=own", "split.alpha=3", "split.clients=3", "split.labels=PL", "split.size=3"),
+        *("split.ratio=3", "split.seed=3", "split.file=x", "method=fedavg", "method=fedprox"),
+        *("method.batch=3", "method.epochs=3", "method.lr=3", "method.momentum=0.3", "method.clip=3"),
+        *("method.gra=false", "method.mpa=false", "method.gamma=3", "method.proximity=norm"),
+        *("method.residual_target=with_residual", "method.tau=3", "method.lam=3", "method.residual_steps=3"),
+        *("method.residual_decay=3", "method.residual_width=0.3", "method.pseudo_labels=online"),
+        *("method.threshold=0.3", "method.shared_start=true", "method.residual_rounds=3", "method.warmup=3"),
+    ]
+    fields = {f"method.{f.name}" for f in dataclasses.fields(METHODS["hassle"])} - {"method.net"}
+    assert fields <= {word.partition("=")[0] for word in words}  # a new setting belongs into this list
+    hashes = [hash_of(dataset), *(hash_of(dataset, word) for word in words)]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
+    copy, other = tmp_path / "copy.npz", tmp_path / "small.npz"
+    copy.write_bytes(images.read_bytes())
+    small.save_images(other, small.dataset(train=240, seed=1))
+    hashes = []
+    for path in (images, copy, other):
+        settings = resolved(f"data={path}")
+        hashes.append(settings_hash(settings, build_dataset(settings)))
+    assert hashes[0] == hashes[1] != hashes[2]
