@@ -150,7 +150,8 @@ def split(
 
     Prints counts and effective classes per client, and draws the paper's dot picture.
     """
-    from fedhassle.config import build_dataset, build_split, resolve
+    from fedhassle.build import build_dataset, build_split
+    from fedhassle.config import resolve
     from fedhassle.data.partition import table
     from fedhassle.report.dots import draw_split
 
@@ -209,7 +210,7 @@ def compare(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")
     ],
-    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path(
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png, .svg or .pdf).")] = Path(
         "compare.png"
     ),
 ) -> None:

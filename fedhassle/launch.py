@@ -14,15 +14,8 @@ from typing import Any
 import tomli_w
 import torch
 
-from fedhassle.config import (
-    Settings,
-    build_dataset,
-    build_method,
-    build_net,
-    build_split,
-    resolve,
-    settings_hash,
-)
+from fedhassle.build import build_dataset, build_method, build_net, build_split, settings_hash
+from fedhassle.config import Settings, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
@@ -65,11 +58,11 @@ class Run:
 def claim(requested: Requested, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
     folder = Folder(Path(out) if out else default_folder(requested))
-    remove_unfinished(folder.path)
     if folder.begun:
         raise UserError(
             f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out"
         )
+    remove_unfinished(folder.path)
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
         raise UserError(f"{folder.path} exists and is not an empty folder: choose another --out")
     write_text(folder.request, to_json(requested))
@@ -115,7 +108,7 @@ def reopen(path: Path, device: str | None = None) -> Run:
 
 
 def prepare(folder: Folder, change: dict[str, Any] | None = None) -> Run:
-    """Builds all that a run needs; writes its settings and split where they are not there yet."""
+    """Builds all that a run needs."""
     settings = resolve(Requested((*recorded(folder).layers, change or {})))
     dataset = build_dataset(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
@@ -124,9 +117,6 @@ def prepare(folder: Folder, change: dict[str, Any] | None = None) -> Run:
     if drawn > there:
         raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    split.save(folder.split)
-    write_text(folder.config, tomli_w.dumps(settings.as_toml()))
-    folder.request.unlink(missing_ok=True)
     return Run(folder, settings, dataset, split, method)
 
 
@@ -153,6 +143,7 @@ def carry_out(run: Run) -> Iterator[Step]:
         return accuracy(run.method, state, images, y, simulator.views)
 
     with locked(run.folder.path), logging_to(run.folder.log):
+        record(run)
         for note in run.split.notes:
             log.info("split: %s", note)
         every = run.settings.evaluate_every
@@ -160,6 +151,13 @@ def carry_out(run: Run) -> Iterator[Step]:
         summary = finish(run.folder, run.method, about_run(run), about_model(run))
         draw_curves(grouped([summary]), run.folder.curves)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
+
+
+def record(run: Run) -> None:
+    """Writes the split and the settings as resolved, which take the place of what was asked for."""
+    run.split.save(run.folder.split)
+    write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
+    run.folder.request.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -186,7 +184,7 @@ def about_run(run: Run) -> Metrics:
         "data": run.dataset.name,
         "seed": run.settings.seed,
         "settings": run.settings.as_toml(),
-        "settings_hash": settings_hash(run.settings, run.dataset),
+        "settings_hash": settings_hash(run.settings, run.dataset, run.split),
         "split_hash": run.split.hash,
         "versions": versions(),
         "hardware": hardware(run.device, run.settings.threads),

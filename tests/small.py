@@ -15,7 +15,8 @@ from torch import nn
 
 import fedhassle
 from fedhassle.cli import app, guarded
-from fedhassle.config import build_dataset, build_method, build_net, build_split, resolve
+from fedhassle.build import build_dataset, build_method, build_net, build_split
+from fedhassle.config import resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.launch import carry_out, claim, reopen

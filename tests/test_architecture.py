@@ -24,6 +24,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"report"},
     {"requested"},
     {"config"},
+    {"build"},
     {"launch", "model", "view"},
     {"api"},
     {"cli"},
@@ -31,7 +32,13 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 ENGINE = ("local.py", "rounds.py", "runs.py", "simulator.py")
-CONFIGURED = {"config.py", "launch.py", "model.py", "cli.py"}  # cli.py: to show a split before a run
+CONFIGURED = {
+    "config.py",
+    "build.py",
+    "launch.py",
+    "model.py",
+    "cli.py",
+}  # cli.py: to show a split before a run
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 

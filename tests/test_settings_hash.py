@@ -5,12 +5,12 @@ import dataclasses
 import small
 from small import resolved
 
-from fedhassle.config import build_dataset, settings_hash
+from fedhassle.build import build_dataset, settings_hash
 from fedhassle.methods import METHODS
 
 
 def hash_of(dataset, *words):
-    return settings_hash(resolved(*words), dataset)
+    return settings_hash(resolved(*words), dataset, small.SPLIT)
 
 
 def test_the_hash_is_of_settings_and_not_of_machines_or_seeds(tmp_path):
@@ -47,5 +47,12 @@ def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
     hashes = []
     for path in (images, copy, other):
         settings = resolved(f"data={path}")
-        hashes.append(settings_hash(settings, build_dataset(settings)))
+        hashes.append(settings_hash(settings, build_dataset(settings), small.SPLIT))
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_hash_knows_a_split_in_a_file_by_its_content():
+    dataset, here, there = small.dataset(), resolved("split.file=here"), resolved("split.file=there")
+    other = dataclasses.replace(small.SPLIT, labelled=small.SPLIT.labelled[::-1])
+    assert settings_hash(here, dataset, small.SPLIT) == settings_hash(there, dataset, small.SPLIT)
+    assert settings_hash(here, dataset, small.SPLIT) != settings_hash(here, dataset, other)

@@ -1,0 +1,106 @@
+"""From settings to the things they name: data set, split, network, method."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedhassle.config import Settings, method_class
+from fedhassle.data import datasets, partition
+from fedhassle.data.datasets import Dataset
+from fedhassle.data.partition import Split
+from fedhassle.errors import UserError
+from fedhassle.method import Method
+from fedhassle.names import find
+from fedhassle.nets import NETS, Net, check_image
+
+
+def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
+    """Equal for runs that differ in seed and machine alone."""
+    plain = settings.model_dump(mode="json", exclude={"seed", "device", "threads"})
+    plain["data"] |= {"folder": None, "name": fingerprint(dataset)}
+    if settings.split.file is not None:  # what is in the file counts, not where it lies
+        plain["split"] = {"hash": split.hash}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """The name of a known data set; for a user's own, the hash of its images and labels."""
+    if dataset.name in datasets.CATALOGUE:
+        return dataset.name
+    digest = hashlib.sha256()
+    for array in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
+    """The images, with what the settings say of them."""
+    data = settings.data
+    dataset = datasets.load(data.name, None if data.folder is None else Path(data.folder), progress)
+    given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
+    for key in ("mean", "std"):
+        if key in given:
+            given[key] = per_channel(f"data.{key}", given[key], dataset.shape[0])
+    if "std" in given and min(given["std"]) <= 0:
+        raise UserError(f"data.std must be positive, got {list(given['std'])}")
+    if given.get("crop", 0) >= min(dataset.shape[1:]):
+        raise UserError(
+            f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}"
+        )
+    dataset = dataclasses.replace(dataset, **given)
+    return datasets.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+
+
+def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """One number for each channel."""
+    if len(values) != channels or not all(math.isfinite(value) for value in values):
+        raise UserError(f"{key} needs one finite number per channel ({channels}), got {list(values)}")
+    return tuple(values)
+
+
+def build_split(settings: Settings, dataset: Dataset) -> Split:
+    """The split in a file, or a new one."""
+    chosen = settings.split
+    if chosen.file is not None:
+        found = Split.load(Path(chosen.file))
+        found.check(len(dataset.y_train))
+        return found
+    return partition.split(
+        dataset.y_train,
+        kind=chosen.kind,
+        annotation=chosen.annotation,
+        alpha=chosen.alpha,
+        clients=chosen.clients,
+        labels=chosen.labels,
+        size=chosen.size,
+        ratio=chosen.ratio,
+        seed=settings.seed if chosen.seed is None else chosen.seed,
+    )
+
+
+def build_net(settings: Settings, dataset: Dataset) -> Net:
+    """The network of the settings, else the data set's."""
+    name = settings.net or dataset.net
+    build = find(name, NETS, "network")
+    try:
+        net = Net(build, dataset.shape, dataset.classes)
+        check_image(net)
+    except Exception as error:  # a user's class may fail in any way
+        raise UserError(
+            f"net {name!r} cannot be built as Net(shape, classes, width) and run: {error}"
+        ) from error
+    return net
+
+
+def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
+    """A method with its settings."""
+    try:
+        return method_class(name)(net=net, **values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method.{error}") from error
