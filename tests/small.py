@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 import fedhassle
-from fedhassle.cli import app, guarded
 from fedhassle.build import build_dataset, build_method, build_net, build_split
+from fedhassle.cli import app, guarded
 from fedhassle.config import resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
