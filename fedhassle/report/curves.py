@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
@@ -20,7 +21,7 @@ def draw_curves(groups: Sequence[Group], path: Path) -> None:
     """One group: all its predictions; several: the headline of each. Bands are ± one std over seeds."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"a picture of curves ends in .png, .svg or .pdf, got {path.name!r}")
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.0, 4.2), layout="constrained")
     axes = figure.subplots()
     for group in groups:
         for prediction in group.predictions if len(groups) == 1 else [group.headline]:
@@ -31,7 +32,10 @@ def draw_curves(groups: Sequence[Group], path: Path) -> None:
     axes.set(xlabel="round", ylabel="accuracy (%)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right", ncols=1 + (len(axes.lines) > 5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(
+        frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
+    )  # beside the curves, never on them
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
