@@ -77,7 +77,7 @@ class Settings(BaseModel):
     clients_per_round: int = Field(default=8, ge=1)  # C
     evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(default=0, ge=0, le=1024)  # of the CPU; 0: chosen here
+    threads: int = Field(default=0, ge=0, le=1024)  # clients side by side on a CPU; 0: one for each core
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
@@ -191,6 +191,5 @@ def resolved_device(device: str) -> str:
 
 
 def default_threads() -> int:
-    """Half the cores that this process may use: threads that wait for a busy core cost up to tenfold."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // 2)
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,17 +7,23 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import Method
+from fedhassle.parallel import side_by_side
 from fedhassle.vectors import Arrays
 
 BATCH = 1000  # images a pass
 
 
-@torch.no_grad()
-def accuracy(method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views) -> dict[str, float]:
-    """The share of images (N, H, W, C) that each prediction gets right (one synchronisation)."""
-    right: dict[str, Tensor] = {}
-    for pixels, labels in zip(torch.split(images, BATCH), torch.split(y, BATCH), strict=True):
-        for name, z in method.predict(state, views.normalise(pixels)).items():
-            hits = (z.argmax(1) == labels).sum()
-            right[name] = right[name] + hits if name in right else hits
-    return {name: int(hits) / len(y) for name, hits in right.items()}
+def accuracy(
+    method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
+) -> dict[str, float]:
+    """The share of images (N, H, W, C) that each prediction gets right."""
+    batches = list(zip(torch.split(images, BATCH), torch.split(y, BATCH), strict=True))
+
+    @torch.no_grad()
+    def hits(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        pixels, labels = batch
+        logits = method.predict(state, views.normalise(pixels))
+        return {name: (z.argmax(1) == labels).sum() for name, z in logits.items()}
+
+    found = side_by_side(hits, batches, workers)
+    return {name: sum(int(hit[name]) for hit in found) / len(y) for name in found[0]}

@@ -134,19 +134,20 @@ def recorded(folder: Folder) -> Requested:
 
 def carry_out(run: Run) -> Iterator[Step]:
     """Trains to the end, round by round, then writes the summary, the model and the picture."""
-    torch.set_num_threads(run.settings.threads)
-    simulator = Simulator(run.dataset, run.split, run.settings.seed, run.device)
+    torch.set_num_threads(1)  # clients run side by side instead: `side_by_side` says why
+    settings = run.settings
+    simulator = Simulator(run.dataset, run.split, settings.seed, run.device, settings.threads)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays) -> dict[str, float]:
-        return accuracy(run.method, state, images, y, simulator.views)
+        return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
 
     with locked(run.folder.path), logging_to(run.folder.log):
         record(run)
         for note in run.split.notes:
             log.info("split: %s", note)
-        every = run.settings.evaluate_every
+        every = settings.evaluate_every
         yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
         summary = finish(run.folder, run.method, about_run(run), about_model(run))
         draw_curves(grouped([summary]), run.folder.curves)

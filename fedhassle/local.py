@@ -99,7 +99,7 @@ def train(
         key = (seed, t, site.client.name, phase.name)
         job = Job(phase, site, networks, message, labels, key)
         buffers = prepare(job, message | update.arrays | kept, kept)
-        with own_randomness(site.samples.images.device, *key):
+        with own_randomness(job):
             for _ in range(job.steps):
                 step(job, buffers)
         update, kept = collect(job, buffers, update, kept)
@@ -116,10 +116,14 @@ def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]
 
 
 @contextmanager
-def own_randomness(device: torch.device, *key: int | str) -> Iterator[None]:
+def own_randomness(job: Job) -> Iterator[None]:
     """What a network of one's own draws by itself (dropout) depends on the key alone, and leaves no trace."""
+    if not any(net.draws for net in job.networks.values()):
+        yield
+        return
+    device = job.site.samples.images.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(number(*key, "network"))
+        torch.manual_seed(number(*job.key, "network"))
         yield
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -158,9 +161,8 @@ class Net:
         self, build: Callable[..., nn.Module], shape: Shape, classes: int, width: float = 1.0
     ) -> None:
         self.build, self.shape, self.classes, self.width = build, shape, classes, width
-        # The module's own mode is state; two copies of it make `training` an argument.
-        self._modes = {training: self._module(seed=0).train(training) for training in (False, True)}
-        module = self._modes[False]
+        self._module, self._copies = self.module(seed=0), threading.local()
+        module = self._module
         self.clip = float(getattr(module, "clip", 5.0))
         self._pieces = list(parameter_pieces(module))
         self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
@@ -186,8 +188,24 @@ class Net:
         for piece, flat in zip(self._moments, torch.split(statistics, self.moments), strict=True):
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
-        z: Tensor = torch.func.functional_call(self._modes[training], tensors, (x,))
+        z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
         return z
+
+    def own_copy(self, training: bool) -> nn.Module:
+        """The module in a mode, for this thread alone: a call puts tensors into it, and its mode is state."""
+        mode, copies = "training" if training else "evaluation", vars(self._copies)
+        if mode not in copies:
+            copies[mode] = copy.deepcopy(self._module).train(training)
+        module: nn.Module = copies[mode]
+        return module
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the module itself draws random numbers in training, as dropout does."""
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            copy.deepcopy(self._module).train()(torch.zeros(2, *self.shape))
+            return not torch.equal(torch.get_rng_state(), before)
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
         """The buffers that are no statistics, copied to a device once."""
@@ -205,7 +223,7 @@ class Net:
 
     def initial(self, seed: int, slot: int = 0) -> Tensor:
         """Freshly initialised vector; equal (seed, slot) give equal vectors."""
-        return self.flatten(self._module(number(seed, slot, "initial")))
+        return self.flatten(self.module(number(seed, slot, "initial")))
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The vector of a module of this shape."""
@@ -213,7 +231,8 @@ class Net:
         pieces = [*self._pieces, *self._moments]
         return torch.cat([piece.flatten(tensors[piece.name].detach()) for piece in pieces])
 
-    def _module(self, seed: int) -> nn.Module:
+    def module(self, seed: int) -> nn.Module:
+        """A module as `build` makes it."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             module = self.build(self.shape, self.classes, self.width)

@@ -12,15 +12,19 @@ from fedhassle.data.partition import Split
 from fedhassle.data.views import Views, make_views
 from fedhassle.local import Samples, Site, train
 from fedhassle.method import Client, Method
+from fedhassle.parallel import side_by_side
 from fedhassle.rounds import Reply, reply
 from fedhassle.vectors import Arrays, all_finite
 
 
 class Simulator:
-    """Clients that train one after another on one device."""
+    """Clients that train on one device; on a CPU several side by side, each on one core."""
 
-    def __init__(self, dataset: Dataset, split: Split, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, dataset: Dataset, split: Split, seed: int, device: torch.device, workers: int = 1
+    ) -> None:
         self.seed = seed
+        self.workers = workers if device.type == "cpu" else 1
         self.views = dataset_views(dataset, device)
         self.images = torch.from_numpy(dataset.x_train).to(device)
         self.y = torch.from_numpy(dataset.y_train).to(device)
@@ -35,7 +39,16 @@ class Simulator:
 
     def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> list[Reply]:
         """Round t of the clients that are sent a message."""
-        return [self._train_one(method, client, message, t) for client, message in messages]
+
+        def work(message: tuple[Client, Arrays]) -> Reply:
+            return self._train_one(method, *message, t)
+
+        # A network that draws by itself does so from one global state: no other may train meanwhile.
+        alone = any(net.draws for net in method.networks().values())
+        longest_first = sorted(messages, key=lambda message: -steps(method, message[0], t))
+        done = side_by_side(work, longest_first, 1 if alone else self.workers)
+        replies = {reply.update.client.name: reply for reply in done}
+        return [replies[client.name] for client, _ in messages]
 
     def _train_one(self, method: Method, client: Client, message: Arrays, t: int) -> Reply:
         update, kept = train(method, self.site(client), message, self.memory.get(client.name), t, self.seed)
@@ -49,6 +62,11 @@ class Simulator:
         labelled, unlabelled = self.rows[client.name]
         samples = Samples(self.images, labelled, self.y[labelled], unlabelled, self.y[unlabelled])
         return Site(client, samples, self.views)
+
+
+def steps(method: Method, client: Client, t: int) -> int:
+    """How many steps a client makes in round t."""
+    return sum(phase.length(client) for phase in method.phases(client, t))
 
 
 def dataset_views(dataset: Dataset, device: torch.device) -> Views:

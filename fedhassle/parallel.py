@@ -1,0 +1,27 @@
+"""Work side by side on the cores of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
+    """`work` of each item, in their order, on so many threads; the first items are begun first.
+
+    Each piece of work runs on one core: two threads that share one operation wait for each other, and on
+    busy cores were measured up to ten times slower than one. So results do not depend on `workers` either.
+    """
+    if workers == 1 or len(items) < 2:
+        return [work(item) for item in items]
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)  # on Ctrl-C, what has not begun does not begin
