@@ -167,12 +167,13 @@ class Net:
         self._pieces = list(parameter_pieces(module))
         self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
         self._constants = {CPU: {k: v for k, v in module.named_buffers() if not v.is_floating_point()}}
+        self.parameters = sum(piece.size for piece in self._pieces)
+        # What a vector holds, in entries: each tensor, then the three stretches that the docstring names.
         self.sizes = [piece.room for piece in self._pieces]
         self.moments = [piece.room for piece in self._moments]
-        self.parameters = sum(piece.size for piece in self._pieces)
-        self.weights, self.statistics = sum(self.sizes), sum(self.moments)
         normed = normalisation_names(module)
         self.kernels = sum(piece.room for piece in self._pieces if piece.name not in normed)
+        self.weights, self.statistics = sum(self.sizes), sum(self.moments)
 
     def scaled(self, width: float) -> Net:
         """The same network with `width` times the channels of the full one."""
