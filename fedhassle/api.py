@@ -45,8 +45,10 @@ def run(
     A run that was cut goes on if `out` is its folder and nothing else is asked for.
     """
     folder = Path(out) if out is not None else None
-    go_on = folder is not None and Folder(folder).begun and config is None and not settings
-    launched = reopen(folder) if go_on and folder else start(request(config, settings or {}), folder)
+    if folder is not None and Folder(folder).begun and config is None and not settings:
+        launched = reopen(folder)
+    else:
+        launched = start(request(config, settings or {}), folder)
     console = Console(quiet=quiet)
     follow(carry_out(launched), launched.settings.rounds, launched.method.headline, console)
     return Result(launched.folder.path, read_summary(launched.folder.path))

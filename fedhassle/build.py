@@ -58,7 +58,7 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
 
 
 def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """One number for each channel."""
+    """One number for each channel; a whole number of 400 digits has become infinite by now."""
     if len(values) != channels or not all(math.isfinite(value) for value in values):
         raise UserError(f"{key} needs one finite number per channel ({channels}), got {list(values)}")
     return tuple(values)

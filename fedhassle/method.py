@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedhassle.data.layout import Kind, kind_of
 from fedhassle.errors import require
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
 
 Part = Literal["labelled", "unlabelled"]
-Kind = Literal["full", "partial", "unlabelled"]
 
 
 class Client(NamedTuple):
@@ -28,9 +28,7 @@ class Client(NamedTuple):
     @property
     def kind(self) -> Kind:
         """Full, partial or unlabelled, by what it holds."""
-        if not self.labelled:
-            return "unlabelled"
-        return "partial" if self.unlabelled else "full"
+        return kind_of(self.labelled, self.unlabelled)
 
     def count(self, part: Part) -> int:
         """The samples of one part of its data."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import statistics
 import time
@@ -19,8 +18,6 @@ from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
 from fedhassle.rounds import Federation, Plan, Reply, Round, federate, trainable
 from fedhassle.vectors import Arrays
-
-log = logging.getLogger("fedhassle")
 
 Metrics = dict[str, Any]
 """One line of metrics.jsonl: a round that was evaluated, and what happened since the line before."""
@@ -250,7 +247,9 @@ def check_summary(summary: Metrics) -> None:
     for name in predictions:
         figures += [summary["accuracy"][name][key] for key in ("last", "best", "mean_of_last")]
         figures += [metrics["accuracy"][name] for metrics in summary["history"]]
-    for metrics in summary["history"] or [summary["history"][0]]:
+    if not summary["history"]:
+        raise ValueError("it has no evaluated round")
+    for metrics in summary["history"]:
         figures += [metrics["round"], *metrics["bytes_up"].values()]
     if not all(isinstance(figure, int | float) for figure in figures):
         raise TypeError("its figures are no numbers")

@@ -111,3 +111,8 @@ def test_pixels_are_not_written_to():
     before = pixels.clone()
     see(pixels, "weak", torch.full((5, 3), 0.3))
     assert torch.equal(pixels, before)
+
+
+def test_an_unknown_view_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match="no view 'strnog': a stream takes clean or weak"):
+        make_views((0.0,), (1.0,), True, 4, CPU).uniforms("strnog")

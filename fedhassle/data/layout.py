@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,16 @@ from fedhassle.errors import UserError
 
 Counts = npt.NDArray[np.int64]
 Labels = str | Mapping[str, float] | Sequence[float]
+
+
+Kind = Literal["full", "partial", "unlabelled"]
+
+
+def kind_of(labelled: int, unlabelled: int) -> Kind:
+    """The kind of a client with so many samples."""
+    if not labelled:
+        return "unlabelled"
+    return "partial" if unlabelled else "full"
 
 
 class Holding(NamedTuple):
@@ -25,11 +35,9 @@ class Holding(NamedTuple):
         return self.labelled + self.unlabelled
 
     @property
-    def kind(self) -> str:
-        """The client's kind: full, partial or unlabelled."""
-        if self.unlabelled == 0:
-            return "full"
-        return "partial" if self.labelled else "unlabelled"
+    def kind(self) -> Kind:
+        """The client's kind."""
+        return kind_of(self.labelled, self.unlabelled)
 
 
 class Mix(NamedTuple):

@@ -23,7 +23,10 @@ class Views(NamedTuple):
 
     def uniforms(self, view: str) -> int:
         """How many uniform numbers an image of this view takes."""
-        return {"clean": 0, "weak": 3}[view]
+        known = {"clean": 0, "weak": 3}
+        if view not in known:
+            raise ValueError(f"there is no view {view!r}: a stream takes {' or '.join(known)}")
+        return known[view]
 
     def __call__(self, pixels: Tensor, view: str, u: Tensor) -> Tensor:
         """Pixels (B, H, W, C) uint8 and draws (B, k) -> (B, C, H, W), channels_last."""
