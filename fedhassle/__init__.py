@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedhassle.api import Result, run
+    from fedhassle.api import Result, run, run_several
     from fedhassle.data.datasets import load as dataset
     from fedhassle.errors import UserError
     from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
     from fedhassle.model import load
 
 _HOME = {
-    "fedhassle.api": ("Result", "run"),
+    "fedhassle.api": ("Result", "run", "run_several"),
     "fedhassle.errors": ("UserError",),
     "fedhassle.method": (
         *("SGD", "Batch", "Client", "Descent", "Method"),
@@ -38,6 +38,7 @@ __all__ = [
     "dataset",
     "load",
     "run",
+    "run_several",
 ]
 
 

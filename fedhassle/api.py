@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from fedhassle.launch import carry_out, reopen, start
+from fedhassle.launch import carry_out, reopen, start, start_several
 from fedhassle.model import TrainedModel, load
 from fedhassle.requested import request
 from fedhassle.runs import Folder, Metrics, read_summary
-from fedhassle.view import follow
+from fedhassle.together import carry_out_together
+from fedhassle.view import follow, follow_together
 
 
 class Result(NamedTuple):
@@ -31,6 +33,28 @@ class Result(NamedTuple):
     def model(self) -> TrainedModel:
         """The model that came out."""
         return load(self.folder / "model.safetensors", allow_import=True)
+
+
+def run_several(
+    config: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    vary: Mapping[str, Sequence[Any]],
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> list[Result]:
+    """Trains a run for every combination of values, as `fedhassle run --vary` does: `vary={"seed": [0, 1]}`.
+
+    On a GPU they train side by side. An error in one is raised when the others have ended.
+    """
+    choices = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
+    names = ["-".join(str(value) for value in chosen.values()) for chosen in choices]
+    requests = [request(config, {**(settings or {}), **chosen}) for chosen in choices]
+    runs = start_several(list(zip(names, requests, strict=True)), None if out is None else Path(out))
+    for end in follow_together(carry_out_together(runs), runs, Console(quiet=quiet)):
+        if end.error is not None:
+            raise end.error
+    return [Result(run.folder.path, read_summary(run.folder.path)) for run in runs]
 
 
 def run(

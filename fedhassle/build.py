@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedhassle.config import Settings, method_class
+import torch
+
+from fedhassle.config import MACHINE, Settings, method_class
 from fedhassle.data import datasets, partition
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
+from fedhassle.engine import Engine
 from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.names import find
@@ -22,7 +25,7 @@ from fedhassle.nets import NETS, Net, check_image
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
     """Equal for runs that differ in seed and machine alone."""
-    plain = settings.model_dump(mode="json", exclude={"seed", "device", "threads"})
+    plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE})
     plain["data"] |= {"folder": None, "name": fingerprint(dataset)}
     if settings.split.file is not None:  # what is in the file counts, not where it lies
         plain["split"] = {"hash": split.hash}
@@ -82,6 +85,13 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
         ratio=chosen.ratio,
         seed=settings.seed if chosen.seed is None else chosen.seed,
     )
+
+
+def build_engine(settings: Settings) -> Engine:
+    """Where and how the settings train."""
+    assert settings.precision != "auto" and settings.compile is not None  # since they are resolved
+    device = torch.device(settings.device)
+    return Engine(device, settings.precision, settings.lanes, settings.compile, settings.deterministic)
 
 
 def build_net(settings: Settings, dataset: Dataset) -> Net:

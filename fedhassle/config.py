@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from fedhassle.engine import LANES
 from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
@@ -20,6 +21,10 @@ from fedhassle.names import find, nearest
 from fedhassle.requested import Requested, overlaid
 
 M = TypeVar("M", bound=BaseModel)
+
+COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won back (docs/speed.md)
+
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic")  # settings of how, not what
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -78,6 +83,12 @@ class Settings(BaseModel):
     evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)  # clients side by side on a CPU; 0: one for each core
+    lanes: int = Field(
+        default=LANES, ge=1, le=256
+    )  # clients side by side on a GPU, as far as its memory goes
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
+    compile: bool | None = None  # fuse kernels on a GPU, which takes a minute; else where it pays
+    deterministic: bool = False  # the same bits in every run on one GPU, at some cost
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
@@ -96,9 +107,12 @@ def resolve(requested: Requested) -> Settings:
     fields = method_fields(method_class(settings.method.name))
     chosen = {k: v for k, v in settings.method.settings.items() if k in fields or not outgrown(requested, k)}
     values = validated(fields_model(settings.method.name, fields), chosen, "method.").model_dump()
+    device = resolved_device(settings.device)
     return settings.model_copy(
         update={
-            "device": resolved_device(settings.device),
+            "device": device,
+            "precision": resolved_precision(settings.precision, device),
+            "compile": resolved_compile(settings, device),
             "threads": settings.threads or default_threads(),
             "method": MethodSettings(name=settings.method.name, **values),
         }
@@ -188,6 +202,24 @@ def resolved_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: PyTorch finds no CUDA device here; use device=cpu or device=auto")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def resolved_precision(precision: str, device: str) -> str:
+    """`auto` as the fastest that the device has."""
+    if device == "cpu":
+        if precision not in ("auto", "fp32"):
+            raise UserError(f"precision={precision} is for a GPU: on a CPU it is fp32")
+        return "fp32"
+    return ("bf16" if torch.cuda.is_bf16_supported() else "tf32") if precision == "auto" else precision
+
+
+def resolved_compile(settings: Settings, device: str) -> bool:
+    """Whether kernels are fused: where the minute that it takes is won back."""
+    if settings.compile and (device == "cpu" or settings.deterministic):
+        reason = "is for a GPU" if device == "cpu" else "tunes kernels by time: not with deterministic=true"
+        raise UserError(f"compile=true {reason}")
+    pays = device == "cuda" and not settings.deterministic and settings.rounds >= COMPILED_ROUNDS
+    return pays if settings.compile is None else settings.compile
 
 
 def default_threads() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,13 +15,14 @@ from typing import Any
 import tomli_w
 import torch
 
-from fedhassle.build import build_dataset, build_method, build_net, build_split, settings_hash
-from fedhassle.config import Settings, resolve
+from fedhassle.build import build_dataset, build_engine, build_method, build_net, build_split, settings_hash
+from fedhassle.config import MACHINE, Settings, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
+from fedhassle.memory import Memory
 from fedhassle.method import Method
 from fedhassle.provenance import hardware, versions
 from fedhassle.report.curves import draw_curves
@@ -84,7 +86,7 @@ def default_folder(requested: Requested) -> Path:
 def release(folder: Folder) -> None:
     """Gives back a folder whose request turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
-    for path in (folder.path, Path("runs")):
+    for path in (folder.path, folder.path.parent, Path("runs")):
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
 
@@ -99,17 +101,38 @@ def start(requested: Requested, out: Path | None = None) -> Run:
         raise
 
 
+def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = None) -> list[Run]:
+    """New runs, each in a folder of its own beneath one for all."""
+    home = Path(out) if out else default_folder(requests[0][1])
+    twice = sorted({name for name, _ in requests if [n for n, _ in requests].count(name) > 1})
+    if twice:
+        raise UserError(f"{twice[0]!r} is there twice: each run needs a name of its own")
+    started: list[Run] = []
+    try:
+        for name, requested in requests:
+            started.append(start(requested, home / re.sub(r"[^\w.%-]+", ".", name)))
+    except UserError:
+        for run in started:
+            release(run.folder)
+        raise
+    return started
+
+
 def reopen(path: Path, device: str | None = None) -> Run:
     """A run that was cut, from whatever it left behind; `device` where it is not the one it began on."""
     folder = Folder(path)
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
-    return prepare(folder, {} if device is None else {"device": device})
+    return prepare(folder, device)
 
 
-def prepare(folder: Folder, change: dict[str, Any] | None = None) -> Run:
-    """Builds all that a run needs."""
-    settings = resolve(Requested((*recorded(folder).layers, change or {})))
+def prepare(folder: Folder, device: str | None = None) -> Run:
+    """Builds all that a run needs; for another device than recorded, what suits that is chosen anew."""
+    requested = recorded(folder)
+    if device is not None:
+        layers = [{k: v for k, v in layer.items() if k not in MACHINE} for layer in requested.layers]
+        requested = Requested((*layers, {"device": device}))
+    settings = resolve(requested)
     dataset = build_dataset(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     split.check(len(dataset.y_train))
@@ -132,18 +155,20 @@ def recorded(folder: Folder) -> Requested:
         ) from error
 
 
-def carry_out(run: Run) -> Iterator[Step]:
+def carry_out(run: Run, alone: bool = True) -> Iterator[Step]:
     """Trains to the end, round by round, then writes the summary, the model and the picture."""
     torch.set_num_threads(1)  # clients run side by side instead: `side_by_side` says why
     settings = run.settings
-    simulator = Simulator(run.dataset, run.split, settings.seed, run.device, settings.threads)
+    memory = Memory(run.folder.memory)
+    engine = build_engine(settings)
+    simulator = Simulator(run.dataset, run.split, settings.seed, engine, settings.threads, memory)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays) -> dict[str, float]:
         return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
 
-    with locked(run.folder.path), logging_to(run.folder.log):
+    with locked(run.folder.path), logging_to(run.folder.log, alone), engine.active():
         record(run)
         for note in run.split.notes:
             log.info("split: %s", note)
@@ -162,19 +187,29 @@ def record(run: Run) -> None:
 
 
 @contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """Adds what the run has to say to its own file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+def logging_to(path: Path, alone: bool) -> Iterator[None]:
+    """Adds what the run has to say to its own file; if it is not alone, what is said in its own thread."""
+    handler, thread = logging.FileHandler(path, encoding="utf-8"), threading.get_ident()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    level = log.level
+    handler.addFilter(lambda record: alone or record.thread == thread)
     log.addHandler(handler)
+    try:
+        with heard():
+            yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """What the library has to say is passed on, down to what is merely good to know."""
+    level = log.level
     log.setLevel(logging.INFO)
     try:
         yield
     finally:
         log.setLevel(level)
-        log.removeHandler(handler)
-        handler.close()
 
 
 def about_run(run: Run) -> Metrics:

@@ -1,13 +1,13 @@
-"""Local training of one client: the simulator, a GPU lane and a federation's node all call `train`.
+"""Local training of one client: the simulator, a GPU lane and a federation's node all use these functions.
 
-A phase is prepared once (`prepare`: its whole walk and all its draws become tensors) and then advanced
-step by step (`step`: nothing but tensor operations on buffers at fixed places, so that it can be
-captured and replayed). No name of any method occurs here.
+A job is one phase on one client. Its whole walk and all its draws become tensors before its first step
+(`draw`); a step is then nothing but tensor operations on buffers at fixed places, so that it can be captured
+and replayed. No name of any method occurs here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -61,49 +61,116 @@ class Job(NamedTuple):
         """How many steps it takes."""
         return self.phase.length(self.site.client)
 
+    @property
+    def draws_globally(self) -> bool:
+        """Whether a network draws by itself, as dropout does: from a state that all jobs share."""
+        return any(net.draws for net in self.networks.values())
+
+
+class Visit(NamedTuple):
+    """One client's round before it begins: its jobs, what it keeps, and an update without arrays."""
+
+    jobs: tuple[Job, ...]
+    kept: Arrays
+    update: Update
+
 
 class Feed(NamedTuple):
-    """All that a stream hands to the steps of a phase, drawn before the first one."""
+    """All that a stream hands to a number of steps."""
 
     rows: Tensor  # (steps, B) of the table of images
     y: Tensor  # (steps, B), −1 = nothing to learn
     truth: Tensor  # (steps, B), −1 = not known
     uniforms: tuple[Tensor, ...]  # per view (steps, B, k)
 
+    def between(self, first: int, last: int) -> Feed:
+        """The part for some of the steps."""
+        uniforms = tuple(u[first:last] for u in self.uniforms)
+        return Feed(self.rows[first:last], self.y[first:last], self.truth[first:last], uniforms)
+
+
+class Course(NamedTuple):
+    """All that a number of steps is handed, drawn before the first of them."""
+
+    feeds: tuple[Feed, ...]  # of each stream
+    draws: tuple[Tensor, ...]  # (steps, …): those of the phase, if it has any
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is for."""
+        return len(self.feeds[0].rows)
+
+    def between(self, first: int, last: int) -> Course:
+        """The part for some of the steps."""
+        feeds = tuple(feed.between(first, last) for feed in self.feeds)
+        return Course(feeds, tuple(draw[first:last] for draw in self.draws))
+
 
 class Buffers(NamedTuple):
-    """Everything that the steps of a job read or write, at fixed places."""
+    """Everything but the course that the steps of a job read or write, at fixed places."""
 
-    weights: Arrays  # written, as all down to `step`
+    weights: Arrays  # written, as all down to `labelling`
     statistics: Arrays
     momentum: Arrays
     losses: Arrays
     labelling: Tensor  # (2,): online labels right, given
-    step: Tensor  # (1,)
-    received: Arrays  # read, as all that follow
+    received: Arrays  # read, as what follows
     images: Tensor
-    feeds: tuple[Feed, ...]
-    draws: Tensor | None  # (steps, …)
 
 
-def train(
-    method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int
-) -> tuple[Update, Arrays]:
-    """One client's round: what it sends back, and what it keeps."""
-    networks, phases = method.networks(), method.phases(site.client, t)
+Perform = Callable[["Job", Arrays, Arrays], Generator[None, None, Buffers]]
+"""A way to make all steps of a job: (job, what it starts from, what the client keeps) -> its buffers.
+
+It yields wherever it may be left for a while, so that one thread can keep several jobs going.
+"""
+
+Trained = tuple[Update, Arrays]
+"""What a client sends back, and what it keeps."""
+
+
+def train(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Trained:
+    """One client's round, step by step."""
+    return finished(follow(visit(method, site, message, memory, t, seed), perform))
+
+
+def finished(work: Generator[None, None, Trained]) -> Trained:
+    """What work comes to that is never left."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Trained = end.value
+            return result
+
+
+def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Visit:
+    """What a client is about to do in round t, with the labels that are given once a round."""
+    client, networks, phases = site.client, method.networks(), method.phases(site.client, t)
     labels = give_labels(phases, site, as_models(message, networks))
-    samples = samples_by_name(phases, site.client)
-    update = Update(site.client, {}, samples, {}, count_labels(labels, site.samples))
-    kept = method.memory(site.client, message) if memory is None else memory
-    for phase in phases:
-        key = (seed, t, site.client.name, phase.name)
-        job = Job(phase, site, networks, message, labels, key)
-        buffers = prepare(job, message | update.arrays | kept, kept)
-        with own_randomness(job):
-            for _ in range(job.steps):
-                step(job, buffers)
+    keys = [(seed, t, client.name, phase.name) for phase in phases]
+    jobs = [Job(p, site, networks, message, labels, key) for p, key in zip(phases, keys, strict=True)]
+    kept = method.memory(client, message) if memory is None else memory
+    counted = count_labels(labels, site.samples)
+    return Visit(tuple(jobs), kept, Update(client, {}, samples_by_name(phases, client), {}, counted))
+
+
+def follow(visit: Visit, perform: Perform) -> Generator[None, None, Trained]:
+    """A visit's jobs one after another, each on what the one before it left."""
+    update, kept = visit.update, visit.kept
+    for job in visit.jobs:
+        buffers = yield from perform(job, job.message | update.arrays | kept, kept)
         update, kept = collect(job, buffers, update, kept)
     return update, kept
+
+
+def perform(job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
+    """All steps of a job, one by one."""
+    buffers, course = prepare(job, start, kept), draw(job)
+    with own_randomness(job):
+        for i in range(job.steps):
+            advance(job, buffers, course.between(i, i + 1))
+            yield
+    return buffers
 
 
 def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]:
@@ -118,7 +185,7 @@ def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]
 @contextmanager
 def own_randomness(job: Job) -> Iterator[None]:
     """What a network of one's own draws by itself (dropout) depends on the key alone, and leaves no trace."""
-    if not any(net.draws for net in job.networks.values()):
+    if not job.draws_globally:
         yield
         return
     device = job.site.samples.images.device
@@ -158,25 +225,35 @@ def right_and_given(y: Tensor, truth: Tensor) -> Tensor:
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
-    """Buffers for all steps of a job: start vectors, fresh momentum, the whole walk, every draw."""
+    """Buffers of a job: start vectors and fresh momentum."""
     phase, networks, device = job.phase, job.networks, job.site.samples.images.device
     names = dict.fromkeys([*phase.trained, *kept])
     parts = {k: networks[k].parts(start[k]) if k in networks else (start[k], start[k][:0]) for k in names}
-    rng = generator(*job.key)
-    feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
-    draws = [np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)] if phase.draw else []
     return Buffers(
         weights={k: w.clone() for k, (w, _) in parts.items()},
         statistics={k: s.clone() for k, (_, s) in parts.items()},
         momentum={k: torch.zeros_like(parts[k][0]) for k in phase.trained},
         losses={k: torch.zeros(1, device=device) for k in phase.trained},
         labelling=torch.zeros(2, device=device),
-        step=torch.zeros(1, dtype=torch.long, device=device),
         received=job.message,
         images=job.site.samples.images,
-        feeds=feeds,
-        draws=torch.from_numpy(np.stack(draws)).to(device) if draws else None,
     )
+
+
+def draw(job: Job) -> Course:
+    """The whole walk of a job, and every draw."""
+    phase, rng, device = job.phase, generator(*job.key), job.site.samples.images.device
+    feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
+    if phase.draw is None:
+        return Course(feeds, ())
+    draws = np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)])
+    return Course(feeds, (there(draws, device),))
+
+
+def there(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on a device; no one waits for the copy, nor for the work that it is queued behind."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
@@ -184,7 +261,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     samples, views, steps = job.site.samples, job.site.views, job.steps
     rows = samples.rows(stream.part)
     walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
-    order = torch.from_numpy(walk(len(rows), stream.batch, steps, rng)).to(rows.device)  # (steps, B)
+    order = there(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
     given = job.labels.get(stream) if stream.labels or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
@@ -193,7 +270,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
         rows=rows[order],
         y=(unknown if given is None else given)[order],
         truth=(unknown if true is None else true)[order],
-        uniforms=tuple(torch.from_numpy(rng.random(s, dtype=np.float32)).to(rows.device) for s in shapes),
+        uniforms=tuple(there(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
     )
 
 
@@ -210,12 +287,39 @@ def endless_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np
     return np.concatenate(passes)[: steps * batch].reshape(steps, batch)
 
 
-def step(job: Job, buffers: Buffers) -> None:
-    """One step: tensor operations on the buffers and nothing else, so that it can be captured."""
+def advance(job: Job, buffers: Buffers, course: Course) -> None:
+    """The steps of a course."""
     received = as_models(buffers.received, job.networks)
-    walks = zip(job.phase.streams, buffers.feeds, strict=True)
-    batches = [batch(stream, feed, job.site.views, received, buffers) for stream, feed in walks]
-    draws = [] if buffers.draws is None else [now(buffers.draws, buffers)]
+    batches = look(job, buffers, received, course)
+    for i in range(course.steps):
+        now = [batch.at(i) for batch in batches]
+        step(job, buffers, received, now, [draws[i] for draws in course.draws])
+
+
+def look(job: Job, buffers: Buffers, received: Models, course: Course) -> tuple[Batch, ...]:
+    """What the streams show to the steps of a course, made for all of them at once."""
+    walks = zip(job.phase.streams, course.feeds, strict=True)
+    return tuple(see(stream, feed, job.site.views, received, buffers) for stream, feed in walks)
+
+
+@torch.no_grad()
+def see(stream: Stream, feed: Feed, views: Views, received: Models, buffers: Buffers) -> Batch:
+    """The batches of one stream, with an axis of steps in front."""
+    pixels = buffers.images.index_select(0, feed.rows.flatten())  # (steps·B, H, W, C)
+    draws = zip(stream.views, feed.uniforms, strict=True)
+    seen = [views(pixels, view, uniforms.flatten(0, 1)) for view, uniforms in draws]
+    y = feed.y
+    if stream.labels is not None and stream.online:
+        y = stream.labels(received, seen[0]).view_as(feed.y)
+        if stream.part == "unlabelled":
+            buffers.labelling.add_(right_and_given(y, feed.truth))
+    return Batch(tuple(x.view(*feed.rows.shape, *x.shape[1:]) for x in seen), y)
+
+
+def step(
+    job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
+) -> None:
+    """One step: tensor operations on the buffers and nothing else."""
     for descent in job.phase.descents:
         leaf = buffers.weights[descent.train].detach().requires_grad_()
         local = local_models(job, buffers) | local_models(job, buffers, {descent.train: leaf})
@@ -226,26 +330,6 @@ def step(job: Job, buffers: Buffers) -> None:
     if job.phase.then is not None:
         with torch.no_grad():
             store(job.phase.then(local_models(job, buffers), received), buffers)
-    buffers.step.add_(1)
-
-
-def now(walk: Tensor, buffers: Buffers) -> Tensor:
-    """The row of the step that the buffers stand at."""
-    return walk.index_select(0, buffers.step)[0]
-
-
-def batch(stream: Stream, feed: Feed, views: Views, received: Models, buffers: Buffers) -> Batch:
-    """The samples of the step that the buffers stand at."""
-    pixels = buffers.images.index_select(0, now(feed.rows, buffers))  # (B, H, W, C)
-    draws = zip(stream.views, feed.uniforms, strict=True)
-    seen = tuple(views(pixels, view, now(uniforms, buffers)) for view, uniforms in draws)
-    if stream.labels is None or not stream.online:
-        return Batch(seen, now(feed.y, buffers))
-    with torch.no_grad():
-        y = stream.labels(received, seen[0])
-    if stream.part == "unlabelled":
-        buffers.labelling.add_(right_and_given(y, now(feed.truth, buffers)))
-    return Batch(seen, y)
 
 
 def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> dict[str, Model | Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -35,10 +35,16 @@ class Client(NamedTuple):
         return self.labelled if part == "labelled" else self.unlabelled
 
 
+class Network(Protocol):
+    """Logits (B, M) from weights, statistics and images (B, C, H, W): a `Net`, or what stands in for one."""
+
+    def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor: ...  # noqa: D102
+
+
 class Model(NamedTuple):
     """f(·; w): in training BatchNorm uses the batch and moves `statistics`, else a pure function."""
 
-    net: Net
+    net: Network
     weights: Tensor
     statistics: Tensor
     training: bool = False
@@ -71,6 +77,10 @@ class Batch(NamedTuple):
 
     views: tuple[Tensor, ...]
     y: Tensor
+
+    def at(self, i: int) -> Batch:
+        """One of several batches in a row, which have an axis more in front."""
+        return Batch(tuple(view[i] for view in self.views), self.y[i])
 
 
 @dataclass(frozen=True)

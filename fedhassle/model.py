@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.arrays import read_arrays
 from fedhassle.build import build_method
-from fedhassle.checkpoints import read_arrays
 from fedhassle.data.views import Views, make_views
 from fedhassle.errors import UserError
 from fedhassle.evaluate import BATCH

@@ -18,9 +18,10 @@ from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
 CPU = torch.device("cpu")
-# Entries to which each tensor of a flat vector is aligned: kernels of CUDA load 16 bytes at once, and a
-# BatchNorm whose gains begin elsewhere ends in "misaligned address".
-ALIGNED = 4
+# Entries to which each tensor of a flat vector is aligned, so that in float32 and in bfloat16 alike it begins
+# at a multiple of 16 bytes: kernels of CUDA load so many at once, and a BatchNorm whose gains begin elsewhere
+# ends in "misaligned address".
+ALIGNED = 8
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
@@ -37,7 +38,7 @@ class LeNet(nn.Module):
                 f"lenet needs images of at least 12×12 pixels, got {height}×{across}: set net=resnet8"
             )
         c1, c2, d1, d2 = (math.ceil(width * n) for n in (6, 16, 120, 84))
-        self.conv1 = nn.Conv2d(channels, c1, 5, padding=2)
+        self.conv1 = Stem(channels, c1, 5, padding=2)
         self.conv2 = nn.Conv2d(c1, c2, 5)
         self.hidden1 = nn.Linear(c2 * ((height // 2 - 4) // 2) * ((across // 2 - 4) // 2), d1)
         self.hidden2 = nn.Linear(d1, d2)
@@ -61,12 +62,25 @@ class LeNet(nn.Module):
 
 def max_pool(x: Tensor) -> Tensor:
     """The maximum of each 2×2 square."""
-    if x.requires_grad:
+    if x.requires_grad and not torch.are_deterministic_algorithms_enabled():
         return F.max_pool2d(x, 2)
-    # Of slices where no gradient is needed: a tenth of the time on a CPU, for the few channels of LeNet.
+    # Of slices where no gradient is needed: a tenth of the time on a CPU, for the few channels of LeNet. And
+    # where bits matter: CUDA adds up the gradients of the other in any order.
     x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
     x = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
     return torch.maximum(x[..., ::2], x[..., 1::2])
+
+
+class Stem(nn.Conv2d):
+    """A convolution of an image's few channels, in bfloat16 padded to eight: matrix units take no fewer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the same as its parent, but for rounding."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        more = (0, 0, 0, 0, 0, -x.shape[1] % 8)
+        z: Tensor = self._conv_forward(F.pad(x, more), F.pad(self.weight, more), self.bias)
+        return z
 
 
 class BasicBlock(nn.Module):
@@ -98,7 +112,7 @@ class ResNet8(nn.Module):
     def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
         super().__init__()
         p1, p2, p3 = (math.ceil(width * n) for n in (64, 128, 256))
-        self.conv = nn.Conv2d(shape[0], p1, 3, padding=1, bias=False)
+        self.conv = Stem(shape[0], p1, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(p1)
         self.blocks = nn.Sequential(BasicBlock(p1, p1, 1), BasicBlock(p1, p2, 2), BasicBlock(p2, p3, 2))
         self.output = nn.Linear(p3, classes)
@@ -172,7 +186,8 @@ class Net:
         self.sizes = [piece.room for piece in self._pieces]
         self.moments = [piece.room for piece in self._moments]
         normed = normalisation_names(module)
-        self.kernels = sum(piece.room for piece in self._pieces if piece.name not in normed)
+        self._kernels = sum(piece.name not in normed for piece in self._pieces)  # pieces, which come first
+        self.kernels = sum(self.sizes[: self._kernels])
         self.weights, self.statistics = sum(self.sizes), sum(self.moments)
 
     def scaled(self, width: float) -> Net:
@@ -182,15 +197,21 @@ class Net:
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """Logits (B, M); in training BatchNorm uses the batch and moves `statistics` in place."""
         # One split, not many slices: its backward is one concatenation (a quarter of the time).
-        tensors = {
-            p.name: p.view(flat)
-            for p, flat in zip(self._pieces, torch.split(weights, self.sizes), strict=True)
-        }
+        lowered = torch.is_autocast_enabled(x.device.type)
+        flats = self._lowered(weights) if lowered else torch.split(weights, self.sizes)
+        tensors = {p.name: p.view(flat) for p, flat in zip(self._pieces, flats, strict=True)}
         for piece, flat in zip(self._moments, torch.split(statistics, self.moments), strict=True):
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
         z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
-        return z
+        return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+
+    def _lowered(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """The slices under autocast: kernels cast all at once, which autocast would do one by one."""
+        low = torch.get_autocast_dtype(weights.device.type)
+        first, rest = torch.split(weights, [self.kernels, self.weights - self.kernels])
+        kernels, others = self.sizes[: self._kernels], self.sizes[self._kernels :]
+        return (*torch.split(first.to(low), kernels), *torch.split(rest, others))
 
     def own_copy(self, training: bool) -> nn.Module:
         """The module in a mode, for this thread alone: a call puts tensors into it, and its mode is state."""

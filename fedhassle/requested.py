@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tomllib
@@ -94,6 +95,17 @@ def key_value(change: str) -> tuple[str, Any]:
         return key.strip(), text.strip()
     except (ValueError, RecursionError) as error:
         raise UserError(f"the value of {key.strip()[:50]!r} cannot be read: {error}") from error
+
+
+def variations(vary: Sequence[str]) -> list[list[str]]:
+    """`KEY=V1,V2` and others like it: every combination, as KEY=VALUE each; without any, one of nothing."""
+    choices = []
+    for words in vary:
+        key, equals, values = words.partition("=")
+        if not equals or not key or not all(value.strip() for value in values.split(",")):
+            raise UserError(f"{words!r} is no choice: write KEY=V1,V2, such as seed=0,1,2")
+        choices.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
+    return [list(chosen) for chosen in itertools.product(*choices)]
 
 
 def nested(key: str, value: Any) -> Settings:

@@ -25,8 +25,6 @@ class Reply(NamedTuple):
 class Federation(Protocol):
     """Where clients train: in this process, or over a network."""
 
-    memory: dict[str, Arrays]  # what each client keeps between rounds; empty where clients keep it themselves
-
     @property
     def clients(self) -> Sequence[Client]:
         """All of them, in a fixed order."""
@@ -34,6 +32,14 @@ class Federation(Protocol):
 
     def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> Sequence[Reply]:
         """Round t of the clients that are sent a message, in the order of the messages."""
+        ...
+
+    def rewind(self, t: int) -> None:
+        """Makes clients forget what they kept after round t: the run goes on from there."""
+        ...
+
+    def prune(self, rounds: Sequence[int]) -> None:
+        """Lets clients forget what is needed neither now nor to go back to one of these rounds."""
         ...
 
 
@@ -58,6 +64,7 @@ def federate(
     method: Method, federation: Federation, plan: Plan, state: Arrays, first: int = 1
 ) -> Iterator[Round]:
     """Algorithm 1, from round `first` on; a run that is cut goes on from any state."""
+    federation.rewind(first - 1)
     for t in range(first, plan.rounds + 1):
         clients = select(federation.clients, plan, t)
         asked = [client for client in clients if method.phases(client, t)]
@@ -78,7 +85,7 @@ def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
 
 def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
     """The replies without NaN or infinity; the clients of the others are named, and drop out of the round."""
-    finite = [all_finite(reply.update.arrays) for reply in replies]
+    finite = all_finite([list(reply.update.arrays.values()) for reply in replies])
     good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)
     bad = [reply.update.client.name for reply, ok in zip(replies, finite, strict=True) if not ok]
     if bad and not good:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint, write_arrays
+from fedhassle.arrays import round_files, write_arrays
+from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.errors import UserError
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
@@ -81,6 +82,11 @@ class Folder(NamedTuple):
         """What the run goes on from after a crash."""
         return self.path / "checkpoints"
 
+    @property
+    def memory(self) -> Path:
+        """What clients keep between rounds; there only where a method has them keep something."""
+        return self.path / "memory"
+
 
 class Step(NamedTuple):
     """A finished round as an onlooker sees it."""
@@ -100,7 +106,7 @@ def conduct(
     device: torch.device,
 ) -> Iterator[Step]:
     """Carries a run to its end, from its last checkpoint if it has one; yields after every round."""
-    start = begin(folder, method, federation, plan.seed, device)
+    start = begin(folder, method, plan.seed, device)
     history, tally = start.history, Tally(method)
     clock = time.perf_counter()
     for done in federate(method, federation, plan, start.state, start.t + 1):
@@ -112,21 +118,19 @@ def conduct(
             clock, tally = time.perf_counter(), Tally(method)
             history = [*history, metrics]
             append(folder.metrics, metrics)
-            save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, federation.memory, history))
+            save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, history))
+            federation.prune(list(round_files(folder.checkpoints)))
         yield Step(done.t, done.clients, metrics)
 
 
-def begin(
-    folder: Folder, method: Method, federation: Federation, seed: int, device: torch.device
-) -> Checkpoint:
+def begin(folder: Folder, method: Method, seed: int, device: torch.device) -> Checkpoint:
     """Where the run stands: its last whole checkpoint, or before round 1; the metrics on disk follow it."""
     remove_unfinished(folder.path)
     remove_unfinished(folder.checkpoints)
     found = load_checkpoint(folder.checkpoints, device)
     if found is None:
-        found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, {}, [])
+        found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, [])
     discard_after(folder.checkpoints, found.t)
-    federation.memory.update(found.memory)
     write_text(folder.metrics, "".join(line(metrics) for metrics in found.history))
     return found
 

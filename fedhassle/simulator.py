@@ -10,56 +10,98 @@ import torch
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.data.views import Views, make_views
-from fedhassle.local import Samples, Site, train
+from fedhassle.engine import Engine
+from fedhassle.lanes import Lanes
+from fedhassle.local import Samples, Site, Trained, there, train, visit
+from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
 from fedhassle.parallel import side_by_side
 from fedhassle.rounds import Reply, reply
 from fedhassle.vectors import Arrays, all_finite
 
+Message = tuple[Client, Arrays]
+
+
+WRITERS = 4  # files of clients that are written at once: the disk is waited for, not a core
+
 
 class Simulator:
-    """Clients that train on one device; on a CPU several side by side, each on one core."""
+    """Clients that train side by side on one device: on a CPU each on one core, on a GPU each on a lane."""
 
     def __init__(
-        self, dataset: Dataset, split: Split, seed: int, device: torch.device, workers: int = 1
+        self,
+        dataset: Dataset,
+        split: Split,
+        seed: int,
+        engine: Engine,
+        workers: int = 1,
+        memory: Memory | None = None,
     ) -> None:
-        self.seed = seed
+        device = engine.device
+        self.seed, self.engine = seed, engine
         self.workers = workers if device.type == "cpu" else 1
+        self.lanes = Lanes(engine) if device.type != "cpu" else None
         self.views = dataset_views(dataset, device)
         self.images = torch.from_numpy(dataset.x_train).to(device)
         self.y = torch.from_numpy(dataset.y_train).to(device)
-        self.rows = {
-            name: (tensor(labelled, device), tensor(unlabelled, device))
-            for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True)
-        }
+        # Not on the device: what lies there does not grow with the number of clients.
+        parts = zip(split.labelled, split.unlabelled, strict=True)
+        self.rows = dict(zip(split.names, parts, strict=True))
         self.clients: Sequence[Client] = tuple(
             Client(name, len(labelled), len(unlabelled)) for name, (labelled, unlabelled) in self.rows.items()
         )
-        self.memory: dict[str, Arrays] = {}  # what clients keep between rounds
+        self.memory = Memory() if memory is None else memory
 
-    def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> list[Reply]:
+    def train(self, method: Method, messages: Sequence[Message], t: int) -> list[Reply]:
         """Round t of the clients that are sent a message."""
+        if self.lanes is None:
+            done = self._on_cores(method, messages, t)
+        else:
+            done = self._on_lanes(self.lanes, method, messages, t)
+        self._keep(done, t)
+        updates = {update.client.name: update for update, _ in done}
+        return [reply(updates[client.name], message) for client, message in messages]
 
-        def work(message: tuple[Client, Arrays]) -> Reply:
-            return self._train_one(method, *message, t)
+    def _on_lanes(self, lanes: Lanes, method: Method, messages: Sequence[Message], t: int) -> list[Trained]:
+        with self.engine.lowered():
+            visits = [
+                visit(method, self.site(client), message, self._kept(client, t), t, self.seed)
+                for client, message in messages
+            ]
+        return lanes.train(visits)
+
+    def _on_cores(self, method: Method, messages: Sequence[Message], t: int) -> list[Trained]:
+        def work(message: Message) -> Trained:
+            client, received = message
+            return train(method, self.site(client), received, self._kept(client, t), t, self.seed)
 
         # A network that draws by itself does so from one global state: no other may train meanwhile.
         alone = any(net.draws for net in method.networks().values())
         longest_first = sorted(messages, key=lambda message: -steps(method, message[0], t))
-        done = side_by_side(work, longest_first, 1 if alone else self.workers)
-        replies = {reply.update.client.name: reply for reply in done}
-        return [replies[client.name] for client, _ in messages]
+        return side_by_side(work, longest_first, 1 if alone else self.workers)
 
-    def _train_one(self, method: Method, client: Client, message: Arrays, t: int) -> Reply:
-        update, kept = train(method, self.site(client), message, self.memory.get(client.name), t, self.seed)
-        # A client that drops out of the round keeps what it had.
-        if kept and all_finite(update.arrays | kept):
-            self.memory[client.name] = kept
-        return reply(update, message)
+    def _kept(self, client: Client, t: int) -> Arrays | None:
+        return self.memory.load(client.name, t, self.engine.device)
+
+    def _keep(self, trained: Sequence[Trained], t: int) -> None:
+        """Saves what clients keep; one that drops out of the round for NaN keeps what it had."""
+        keeping = [(update, kept) for update, kept in trained if kept]
+        finite = all_finite([[*update.arrays.values(), *kept.values()] for update, kept in keeping])
+        sound = [(update.client.name, kept) for (update, kept), ok in zip(keeping, finite, strict=True) if ok]
+        side_by_side(lambda one: self.memory.save(one[0], t, one[1]), sound, WRITERS)
+
+    def rewind(self, t: int) -> None:
+        """Makes clients forget what they kept after round t."""
+        self.memory.rewind(t)
+
+    def prune(self, rounds: Sequence[int]) -> None:
+        """Lets clients forget what is needed neither now nor to go back to one of these rounds."""
+        self.memory.prune(rounds)
 
     def site(self, client: Client) -> Site:
-        """Where a client trains."""
-        labelled, unlabelled = self.rows[client.name]
+        """Where a client trains; its rows come onto the device for as long as it does."""
+        rows = [np.ascontiguousarray(part, np.int64) for part in self.rows[client.name]]
+        labelled, unlabelled = (there(part, self.engine.device) for part in rows)
         samples = Samples(self.images, labelled, self.y[labelled], unlabelled, self.y[unlabelled])
         return Site(client, samples, self.views)
 
@@ -72,8 +114,3 @@ def steps(method: Method, client: Client, t: int) -> int:
 def dataset_views(dataset: Dataset, device: torch.device) -> Views:
     """The views of a data set's images, on a device."""
     return make_views(dataset.mean, dataset.std, dataset.flip, dataset.crop, device)
-
-
-def tensor(rows: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Row numbers as a tensor."""
-    return torch.from_numpy(np.ascontiguousarray(rows, np.int64)).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ def size_in_bytes(arrays: Arrays) -> int:
     return sum(v.numel() * v.element_size() for v in arrays.values())
 
 
-def all_finite(arrays: Arrays) -> bool:
-    """Whether no entry is NaN or infinite (one synchronisation with the device)."""
-    checks = [torch.isfinite(v).all() for v in arrays.values()]
-    return not checks or bool(torch.stack(checks).all())
+def all_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
+    """Of each group whether no entry is NaN or infinite (one synchronisation with the device for all)."""
+    checks = [torch.isfinite(v).all() for group in groups for v in group]
+    found = iter(torch.stack(checks).tolist() if checks else [])
+    return [all(list(islice(found, len(group)))) for group in groups]

@@ -15,15 +15,18 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
 
+from fedhassle.launch import Run
 from fedhassle.method import Client
 from fedhassle.report.groups import Group
 from fedhassle.runs import Metrics, Step
+from fedhassle.together import Event
 
 LABELS = {
     "SM": "SM  supervised + residual",
@@ -41,37 +44,69 @@ def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) 
             follow_plainly(steps, rounds, console)
 
 
+COLUMNS = (
+    TextColumn("{task.description}"),
+    TextColumn("round"),
+    MofNCompleteColumn(),
+    BarColumn(bar_width=None),
+    TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[score]}", style="bold"),
+    TextColumn("{task.fields[clients]}", style="dim"),
+)
+
+
 def follow_live(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
     """One line that moves: rounds done and left, time, accuracy so far, the round's clients."""
-    columns = (
-        TextColumn("round"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[score]}", style="bold"),
-        TextColumn("{task.fields[clients]}", style="dim"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*COLUMNS[1:], console=console) as progress:
         task = progress.add_task("", total=rounds, score="", clients="starting")
         for step in steps:
-            progress.update(task, completed=step.t, clients=kinds(step.clients))
-            if step.metrics is not None:
-                progress.update(task, score=f"{headline} {step.metrics['accuracy'][headline]:.1%}")
+            show(progress, task, step, headline)
+
+
+def show(progress: Progress, task: TaskID, step: Step, headline: str) -> None:
+    """Moves a line on by a round."""
+    progress.update(task, completed=step.t, clients=kinds(step.clients))
+    if step.metrics is not None:
+        progress.update(task, score=f"{headline} {step.metrics['accuracy'][headline]:.1%}")
 
 
 def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None:
     """A line for each evaluated round."""
     for step in steps:
         if step.metrics is not None:
-            parts = [
-                f"round {step.t}/{rounds}",
-                scores(step.metrics),
-                kinds(step.clients),
-                f"{step.metrics['seconds']:.1f} s",
-            ]
-            console.print("  ".join(parts), highlight=False, soft_wrap=True)
+            console.print(plain_line(step, rounds, step.metrics), highlight=False, soft_wrap=True)
+
+
+def plain_line(step: Step, rounds: int, metrics: Metrics) -> str:
+    """An evaluated round in a line."""
+    seconds = f"{metrics['seconds']:.1f} s"
+    return "  ".join([f"round {step.t}/{rounds}", scores(metrics), kinds(step.clients), seconds])
+
+
+def follow_together(events: Iterable[Event], runs: Sequence[Run], console: Console) -> list[Event]:
+    """Shows each round of several runs as it ends; returns how each run ended."""
+    ends = []
+    with (
+        messages_on(console),
+        Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress,
+    ):
+        names = [run.folder.path.name for run in runs]
+        tasks = [
+            progress.add_task(name, total=run.settings.rounds, score="", clients="")
+            for name, run in zip(names, runs, strict=True)
+        ]
+        for event in events:
+            run, name = runs[event.run], names[event.run]
+            if event.step is None:
+                ends.append(event)
+            else:
+                show(progress, tasks[event.run], event.step, run.method.headline)
+                if not console.is_terminal and event.step.metrics is not None:
+                    line = plain_line(event.step, run.settings.rounds, event.step.metrics)
+                    console.print(f"{name}  {line}", highlight=False, soft_wrap=True)
+    return sorted(ends, key=lambda end: end.run)
 
 
 def scores(metrics: Metrics) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,17 @@ from safetensors import safe_open
 from torch import nn
 
 import fedhassle
+from fedhassle.arrays import read_arrays
 from fedhassle.build import build_dataset, build_method, build_net, build_split
 from fedhassle.cli import app, guarded
 from fedhassle.config import resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
+from fedhassle.engine import Engine
 from fedhassle.launch import carry_out, claim, reopen
 from fedhassle.local import Samples, Site, train
-from fedhassle.method import Client
+from fedhassle.losses import cross_entropy
+from fedhassle.method import Client, Descent, Method, Phase, Stream
 from fedhassle.methods import Hassle
 from fedhassle.nets import Net
 from fedhassle.requested import request
@@ -29,6 +33,7 @@ from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator, dataset_views
 
 CPU = torch.device("cpu")
+ENGINE = Engine(CPU)
 CLASSES = 4
 SIDE = 12
 
@@ -113,7 +118,7 @@ FULL, PARTIAL, LONE_LABEL, UNLABELLED = "client 1", "client 2", "client 4", "cli
 
 def simulator(data=None, seed=0, only=None):
     """The six clients of `SPLIT`, or those named in `only`."""
-    made = Simulator(dataset() if data is None else data, SPLIT, seed, CPU)
+    made = Simulator(dataset() if data is None else data, SPLIT, seed, ENGINE)
     if only is not None:
         made.clients = tuple(c for c in made.clients if c.name in only)
     return made
@@ -135,6 +140,12 @@ def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
     return Site(Client(name, len(known), len(unknown)), samples, dataset_views(data, CPU))
 
 
+def beside(*sites):
+    """The same clients on one table of images, as a simulator has them."""
+    images, views = sites[0].samples.images, sites[0].views
+    return [Site(client, samples._replace(images=images), views) for client, samples, _ in sites]
+
+
 def same(a, b):
     """Whether two mappings of names to tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -153,6 +164,46 @@ def trained(method, here, state=None, t=1, seed=0):
     """A client's update, from a message of the initial state unless another is given."""
     state = method.initial(0) if state is None else state
     return train(method, here, method.message(state, here.client, t), None, t, seed)[0]
+
+
+# A method whose clients keep something, with draws, `then` and two streams
+
+
+@dataclass(frozen=True)
+class Tutored(Method):
+    """A student on labelled batches of 6 and unlabelled ones of 4, and a teacher that averages it.
+
+    Loss: ℓ(student(x_L), y) + c·mean (student(x_U) − teacher(x_U))², c a draw for each step. The teacher and
+    its count s of steps stay with the client: teacher ← teacher + (student − teacher)/(s + 2).
+    """
+
+    def networks(self):
+        return {"w": self.net, "teacher": self.net}
+
+    def initial(self, seed):
+        return {"w": self.net.initial(seed)}
+
+    def memory(self, client, message):
+        return {"teacher": message["w"], "s": torch.zeros(1)}
+
+    def phases(self, client, t):
+        streams = (Stream("labelled", 6), Stream("unlabelled", 4, views=("weak", "clean")))
+        descent = Descent("w", self.loss, self.sgd())
+        return (Phase("both", streams, (descent,), self.epochs, then=self.follow, draw=self.weight),)
+
+    def weight(self, rng):
+        return rng.uniform(0, 2, 1)
+
+    def loss(self, local, received, labelled, unlabelled, c):
+        gap = local["w"](unlabelled.views[0]) - local["teacher"](unlabelled.views[1])
+        return cross_entropy(local["w"](labelled.views[0]), labelled.y) + (c * gap.square()).mean()
+
+    def follow(self, local, received):
+        share = 1 / (local["s"] + 2)
+        return {"teacher": local["teacher"].lerp(local["w"], share), "s": local["s"] + 1}
+
+    def predict(self, state, x):
+        return {"model": self.net.logits(state["w"], x)}
 
 
 # Settings
@@ -216,6 +267,40 @@ def process(*words, **changes):
     )
 
 
+# A method of the user's own whose clients keep something under the name NAME
+
+KEEPS = """
+    from dataclasses import dataclass
+    from fedhassle import Phase
+    from fedhassle.methods.fedavg import FedAvg
+
+    @dataclass(frozen=True)
+    class Keeps(FedAvg):
+        "FedAvg whose clients are pulled towards the mean of what they ended with in earlier rounds."
+
+        def memory(self, client, message):
+            return {"NAME": message["w"].clone()}
+
+        def networks(self):
+            return {**super().networks(), "NAME": self.net}
+
+        def phases(self, client, t):
+            return tuple(self.keeping(phase) for phase in super().phases(client, t))
+
+        def keeping(self, phase):
+            (descent,) = phase.descents
+            pulled = type(descent)("w", self.pull, descent.sgd)
+            return Phase(phase.name, phase.streams, (pulled,), phase.epochs, then=self.keep)
+
+        def pull(self, local, received, batch):
+            gap = local["w"].weights - local["NAME"].weights
+            return super().loss(local, received, batch) + 0.1 * gap.square().sum()
+
+        def keep(self, local, received):
+            return {"NAME": local["NAME"].lerp(local["w"], 0.3)}
+"""
+
+
 # Run folders
 
 
@@ -250,6 +335,12 @@ def checkpoints(folder):
     return sorted((folder / "checkpoints").glob("round-*.safetensors"))
 
 
+def kept_by(folder):
+    """What a run's clients keep: arrays by (client, round)."""
+    found = [read_arrays(path) for path in sorted((folder / "memory").rglob("round-*"))]
+    return {(about["client"], about["round"]): arrays for arrays, about in found}
+
+
 def cut(words, folder, rounds):
     """A run that is left after some rounds, as if the process had ended there."""
     steps = carry_out(reopen(claim(request(None, words), folder).path))
@@ -265,4 +356,6 @@ def assert_same_result(folder, whole):
     for key in ("accuracy", "rounds", "settings", "settings_hash", "split_hash", "seed"):
         assert mine[key] == other[key]
     assert same(tensors_of(folder / "model.safetensors"), tensors_of(whole / "model.safetensors"))
+    kept, expected = kept_by(folder), kept_by(whole)
+    assert kept.keys() == expected.keys() and all(same(kept[k], expected[k]) for k in kept)
     assert {path.name for path in folder.rglob("*")} == {path.name for path in whole.rglob("*")}

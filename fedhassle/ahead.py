@@ -1,0 +1,104 @@
+"""Logits of frozen models for many steps at once: they depend on no step, and a GPU is fast on large batches.
+
+A loss asks models that it received about the very views of its batch. Which ones is found by listening to it
+once (`questions`); then all steps of a stretch are answered in one pass (`answer`), and each step gets models
+that know their answers (`informed`). The loss is none the wiser, and a question that was not foreseen is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedhassle.local import Buffers, Job, local_models
+from fedhassle.method import Batch, Model, Models, Network
+
+
+class Question(NamedTuple):
+    """What a received model makes of a view of a stream."""
+
+    model: str
+    stream: int
+    view: int
+
+
+Answers = Mapping[Question, Tensor]
+
+
+class Listening(NamedTuple):
+    """A network that notes what it is called on."""
+
+    net: Network
+    weights: Tensor
+    heard: list[Tensor]
+
+    def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
+        """Logits (B, M)."""
+        if weights is self.weights and not training:
+            self.heard.append(x)
+        return self.net(weights, statistics, x, training)
+
+
+class Informed(NamedTuple):
+    """A network with frozen weights, some of whose logits are known."""
+
+    net: Network
+    weights: Tensor
+    known: tuple[tuple[Tensor, Tensor], ...]  # (view, its logits)
+
+    def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
+        """Logits (B, M): looked up for a view that is known, on the frozen weights; else computed."""
+        frozen = weights is self.weights and not training
+        found = [z for view, z in self.known if frozen and view is x]
+        return found[0] if found else self.net(weights, statistics, x, training)
+
+
+def questions(
+    job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
+) -> tuple[Question, ...]:
+    """What the losses of a step ask received models, found by computing them once."""
+    models = {name: model for name, model in received.items() if isinstance(model, Model)}
+    heard: dict[str, list[Tensor]] = {name: [] for name in models}
+    listening = {
+        name: model._replace(net=Listening(model.net, model.weights, heard[name]))
+        for name, model in models.items()
+    }
+    # Their own statistics: what the losses do to BatchNorm's must not count.
+    local = local_models(
+        job, buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
+    )
+    for descent in job.phase.descents:
+        descent.loss(local, {**received, **listening}, *batches, *draws)
+    return tuple(
+        Question(name, stream, view)
+        for name, inputs in heard.items()
+        for stream, batch in enumerate(batches)
+        for view, x in enumerate(batch.views)
+        if any(x is given for given in inputs)
+    )
+
+
+@torch.no_grad()
+def answer(asked: Sequence[Question], received: Models, batches: Sequence[Batch]) -> dict[Question, Tensor]:
+    """Logits (steps, B, M) for each question, of all steps in one pass."""
+    answers = {}
+    for question in asked:
+        x = batches[question.stream].views[question.view]  # (steps, B, C, H, W)
+        answers[question] = received[question.model](x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    return answers
+
+
+def informed(received: Models, answers: Answers, batches: Sequence[Batch]) -> Models:
+    """The received models, with the answers of one step to questions about its batches."""
+    known: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for (name, stream, view), logits in answers.items():
+        known.setdefault(name, []).append((batches[stream].views[view], logits))
+    knowing = {
+        name: received[name]._replace(net=Informed(received[name].net, received[name].weights, tuple(pairs)))
+        for name, pairs in known.items()
+    }
+    return {**received, **knowing}

@@ -1,0 +1,63 @@
+"""Tensors and a few words about them in one safetensors file; such files, one for a round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fedhassle.errors import UserError
+from fedhassle.files import atomic
+from fedhassle.vectors import Arrays
+
+DIGITS = 6  # of a round's number in the name of its file: names sort like rounds
+
+
+def write_arrays(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
+    """Writes arrays and `about` (JSON) atomically, with a checksum."""
+    # Clones: the format refuses tensors that share memory, as w_U and its copy of w_S may.
+    plain = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
+    words = json.dumps(about, allow_nan=False)
+    with atomic(path) as temporary:
+        # Not `save_file`: it leaves a temporary file of its own when it is killed.
+        temporary.write_bytes(save(plain, metadata={"about": words, "sha256": checksum(plain, words)}))
+
+
+def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """Reads what `write_arrays` wrote; anything else is an error that names the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if "about" not in metadata:
+        raise UserError(f"{path} was not written by fedhassle: it has no description in its metadata")
+    if checksum(arrays, metadata["about"]) != metadata.get("sha256"):
+        raise UserError(f"{path} is damaged: its checksum does not match its contents")
+    return arrays, json.loads(metadata["about"])
+
+
+def checksum(arrays: Arrays, words: str) -> str:
+    """sha256 over the words and every array's name and bytes."""
+    digest = hashlib.sha256(words.encode())
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(arrays[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def round_file(folder: Path, t: int) -> Path:
+    """The file of round t in a folder."""
+    return folder / f"round-{t:0{DIGITS}d}.safetensors"
+
+
+def round_files(folder: Path) -> dict[int, Path]:
+    """The files of a folder by their round, oldest first."""
+    names = sorted(folder.glob(f"round-{'[0-9]' * DIGITS}.safetensors"))
+    return {int(path.stem.removeprefix("round-")): path for path in names}

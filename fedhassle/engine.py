@@ -1,0 +1,47 @@
+"""How to train on a device: precision, lanes, and the switches of PyTorch's libraries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+Precision = Literal["bf16", "tf32", "fp32"]
+
+LANES = 8  # measured in docs/speed.md
+
+
+class Engine(NamedTuple):
+    """Where and how clients train."""
+
+    device: torch.device
+    precision: Precision = "fp32"  # of matrix products; weights, statistics and sums are float32 always
+    lanes: int = LANES  # clients at once on a GPU, at most; 0: no lanes, one step after another
+    compile: bool = False  # fuse the kernels of a step, which takes a minute
+    deterministic: bool = False
+
+    def lowered(self) -> AbstractContextManager[Any]:
+        """Matrix products in the engine's precision."""
+        if self.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The switches of PyTorch's libraries as training wants them, and afterwards as they were."""
+        cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
+        before = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cublas.allow_tf32
+        if self.deterministic:  # cuBLAS asks for it; read when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        strict, tf32 = torch.are_deterministic_algorithms_enabled(), self.precision != "fp32"
+        torch.use_deterministic_algorithms(self.deterministic or strict)
+        cudnn.benchmark, cudnn.deterministic = not self.deterministic, self.deterministic
+        cudnn.allow_tf32, cublas.allow_tf32 = tf32, tf32
+        try:
+            yield
+        finally:
+            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cublas.allow_tf32 = before
+            torch.use_deterministic_algorithms(strict)

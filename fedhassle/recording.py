@@ -1,0 +1,351 @@
+"""Steps as recordings: traced, fused and captured once, then replayed for every job of the same shape.
+
+What is recorded are the functions of `local` over buffers at fixed places; no method occurs here. On a CPU,
+where there is nothing to capture, the same functions run over the same buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedhassle.ahead import Answers, Question, answer, informed, questions
+from fedhassle.engine import Engine
+from fedhassle.local import Buffers, Course, Job, look, prepare, step
+from fedhassle.method import Batch, as_models
+from fedhassle.vectors import Arrays
+
+log = logging.getLogger("fedhassle")
+
+STRETCH = 10  # steps in one graph: frozen models answer for all of them in one batch
+RECORDINGS = 8  # of one phase: what changes more often than that is not worth recording
+
+
+# What a job does
+
+
+class Sight(NamedTuple):
+    """What a stretch of steps sees, made for all of them at once."""
+
+    batches: tuple[Batch, ...]
+    draws: tuple[Tensor, ...]
+    answers: Answers
+
+    def at(self, i: int) -> Sight:
+        """What step i sees."""
+        batches = tuple(batch.at(i) for batch in self.batches)
+        draws = tuple(draw[i] for draw in self.draws)
+        return Sight(batches, draws, {question: logits[i] for question, logits in self.answers.items()})
+
+
+class Recipe(NamedTuple):
+    """What every job of a shape does: the two functions of `local` that its stretches are made of."""
+
+    look: Callable[[Buffers, Course], Sight]
+    step: Callable[[Buffers, Sight], None]
+    capture: bool  # whether a stretch can become a graph
+
+
+def recipe(job: Job, asked: tuple[Question, ...], engine: Engine) -> Recipe:
+    """The functions of a job, with frozen models asked ahead."""
+
+    def look_ahead(buffers: Buffers, course: Course) -> Sight:
+        with engine.lowered():
+            received = as_models(buffers.received, job.networks)
+            batches = look(job, buffers, received, course)
+            return Sight(batches, course.draws, answer(asked, received, batches))
+
+    def step_once(buffers: Buffers, sight: Sight) -> None:
+        with engine.lowered():
+            received = as_models(buffers.received, job.networks)
+            step(job, buffers, informed(received, sight.answers, sight.batches), sight.batches, sight.draws)
+
+    return Recipe(look_ahead, step_once, capture=engine.device.type == "cuda")
+
+
+class Program:
+    """A shape of job on one lane: buffers at fixed places, and the recorded stretches that run over them."""
+
+    def __init__(self, job: Job, start: Arrays, kept: Arrays, course: Course) -> None:
+        self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
+        self.course = blank(stretched(course))
+        self.runs: dict[int, Callable[[], None]] = {}
+        self.load(job, start)
+        self.feed(stretched(course))
+
+    def load(self, job: Job, start: Arrays) -> None:
+        """Puts what a job starts from into the buffers."""
+        buffers = self.buffers
+        for name, weights in buffers.weights.items():
+            weights.copy_(start[name][: len(weights)])
+            buffers.statistics[name].copy_(start[name][len(weights) :])
+        for sums in (*buffers.momentum.values(), *buffers.losses.values(), buffers.labelling):
+            sums.zero_()
+        for name, vector in buffers.received.items():
+            vector.copy_(job.message[name])
+
+    def feed(self, course: Course) -> None:
+        """Puts the course of the next steps into its place."""
+        for place, tensor in zip(pytree.tree_leaves(self.course), pytree.tree_leaves(course), strict=True):
+            place[: len(tensor)].copy_(tensor)
+
+    def run(self, recipe: Recipe, steps: int) -> None:
+        """The steps of the course that lies in its place."""
+        sight = recipe.look(self.buffers, self.course.between(0, steps))
+        for i in range(steps):
+            recipe.step(self.buffers, sight.at(i))
+
+    def questions(self, job: Job, engine: Engine) -> tuple[Question, ...]:
+        """What a step asks frozen models."""
+        with engine.lowered():
+            received = as_models(self.buffers.received, job.networks)
+            batches = look(job, self.buffers, received, self.course)
+            first = [batch.at(0) for batch in batches]
+            return questions(job, self.buffers, received, first, [draw[0] for draw in self.course.draws])
+
+
+def blank(tree: Any) -> Any:
+    """Tensors of the same shapes, at places of their own."""
+    return pytree.tree_map(torch.zeros_like, tree)
+
+
+def stretched(course: Course) -> Course:
+    """A course of exactly one stretch: the first steps, over and over if there are fewer."""
+    index = torch.arange(STRETCH, device=course.feeds[0].rows.device) % course.steps
+    made: Course = pytree.tree_map(lambda tensor: tensor.index_select(0, index), course)
+    return made
+
+
+def stretches(steps: int) -> list[int]:
+    """A number of steps as stretches of a few sizes, each of which is recorded once."""
+    return [STRETCH] * (steps // STRETCH) + [1] * (steps % STRETCH)
+
+
+# Which jobs are of one shape
+
+
+def shape_of(job: Job, kept: Arrays) -> Hashable:
+    """Equal for jobs that one recording can serve: the same functions on tensors of the same sizes."""
+    phase = job.phase
+    streams = tuple((s.part, s.batch, s.views, s.online, identity(s.labels)) for s in phase.streams)
+    descents = tuple((d.train, d.sgd, identity(d.loss)) for d in phase.descents)
+    sizes = tuple(tuple((name, v.numel()) for name, v in arrays.items()) for arrays in (job.message, kept))
+    images = id(job.site.samples.images), id(job.site.views.scale)
+    return (phase.name, streams, descents, identity(phase.then), identity(phase.draw), sizes, images)
+
+
+def identity(value: Any) -> Hashable:
+    """Equal for functions that compute the same: those made anew each round are judged by what they hold."""
+    if isinstance(value, partial):
+        named = tuple((name, identity(v)) for name, v in sorted(value.keywords.items()))
+        return (identity(value.func), identity(value.args), named)
+    if isinstance(value, MethodType):
+        return (value.__func__, id(value.__self__))
+    if isinstance(value, FunctionType):
+        cells = tuple(identity(cell.cell_contents) for cell in value.__closure__ or ())
+        return (value.__code__, cells, identity(value.__defaults__))
+    if isinstance(value, tuple):
+        return tuple(identity(part) for part in value)
+    plain = isinstance(value, int | float | str | None)
+    return (type(value), value) if plain else id(value)  # recordings keep it alive, so that its id is its own
+
+
+class Recipes:
+    """The recipe of each shape of job, one for all lanes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._recipes: dict[Hashable, tuple[Job, Recipe]] = {}  # with the job, whose functions it stands for
+        self._compiler = Compiler()
+        self._told: set[str] = set()
+
+    def find(self, key: Hashable, job: Job, program: Program) -> Recipe:
+        """The recipe of a shape; `program` is one to try it on."""
+        if key not in self._recipes:
+            self._recipes[key] = job, self._make(job, program)
+        return self._recipes[key][1]
+
+    def _make(self, job: Job, program: Program) -> Recipe:
+        made = recipe(job, program.questions(job, self.engine), self.engine)
+        alike = sum(known.phase.name == job.phase.name for known, _ in self._recipes.values())
+        if alike >= RECORDINGS:
+            self.tell(
+                f"phase {job.phase.name!r} runs eagerly: its functions or its messages change from round to "
+                "round; what changes should be a tensor in the message, the memory or a draw"
+            )
+            return made._replace(capture=False)
+        if made.capture and (reason := why_not(made, program)):
+            self.tell(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({reason})")
+            return made._replace(capture=False)
+        return self._fused(made, program) if self.engine.compile else made
+
+    def _fused(self, made: Recipe, program: Program) -> Recipe:
+        """The recipe with fused kernels, if the compiler can."""
+        try:
+            whole = self._compiler(made.look, program.buffers, program.course)
+            sight = whole(program.buffers, program.course).at(0)
+            step = self._compiler(made.step, program.buffers, sight)
+        except Exception as error:  # a compiler may fail in any way, and is not needed
+            first = str(error).partition("\n")[0]
+            self.tell(f"steps are captured but not compiled ({type(error).__name__}: {first})")
+            return made
+
+        def look(buffers: Buffers, course: Course) -> Sight:
+            return (whole if course.steps == STRETCH else made.look)(buffers, course)
+
+        return made._replace(look=look, step=step)
+
+    def give_up(self, key: Hashable, job: Job, error: Exception) -> Recipe:
+        """The recipe of a shape whose steps cannot be captured: they run eagerly from now on."""
+        first = str(error).partition("\n")[0]
+        self.tell(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({first})")
+        known, made = self._recipes[key]
+        self._recipes[key] = known, made._replace(capture=False)
+        return self._recipes[key][1]
+
+    def tell(self, message: str) -> None:
+        """Warns once."""
+        if message not in self._told:
+            self._told.add(message)
+            log.warning("%s", message)
+
+
+# Fused and captured
+
+
+class Compiler:
+    """Functions on trees of tensors as fused kernels; what makes the same operations is compiled once."""
+
+    def __init__(self) -> None:
+        self._fused: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
+        """The function, for trees of the same shapes.
+
+        It is first traced down to the operations that it makes on tensors, its backward pass included: so
+        it may be any Python, and nothing but those operations is compiled.
+        """
+        leaves, spec = pytree.tree_flatten(trees)
+        made: list[Any] = []  # the shape of what it returns
+
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            result, shape = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
+            made[:] = [shape]
+            return [leaf for leaf in result if leaf is not None]
+
+        with enable_python_dispatcher():  # BatchNorm as an operation that says that it moves its statistics
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+        used = ordered_by_use(graph)
+        key = (str(graph.code), tuple(signature(leaves[i]) for i in used), constants(graph))
+        if key not in self._fused:
+            self._fused[key] = torch.compile(graph, fullgraph=True, dynamic=False)
+        fused = self._fused[key]
+
+        def call(*trees: Any) -> Any:
+            given = pytree.tree_leaves(trees)
+            result = fused(*[given[i] for i in used])
+            return pytree.tree_unflatten(result, made[0]) if result else None
+
+        return call
+
+
+def ordered_by_use(graph: GraphModule) -> list[int]:
+    """Takes out what is not used, then orders and names the inputs by their first use.
+
+    So functions that make the same operations on tensors of other names become the same graph. Returns
+    which of the inputs there were are the inputs now.
+    """
+    for node in reversed(list(graph.graph.nodes)):
+        if isinstance(node.target, OpOverload) and not node.users and not node.target._schema.is_mutable:
+            graph.graph.erase_node(node)
+    nodes = list(graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    place = {node: i for i, node in enumerate(inputs)}
+    first = dict.fromkeys(node for user in nodes for node in user.all_input_nodes if node in place)
+    for node in inputs:
+        if node not in first:
+            graph.graph.erase_node(node)
+    body = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for i, node in enumerate(first):
+        body.prepend(node)
+        node.name = node.target = f"input_{i}"
+    for i, node in enumerate(node for node in nodes if node.op == "call_function"):
+        node.name = f"value_{i}"
+    graph.recompile()
+    return [place[node] for node in first]
+
+
+def signature(tensor: Tensor) -> Hashable:
+    """All of a tensor that kernels depend on."""
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+
+
+def constants(graph: GraphModule) -> Hashable:
+    """The tensors that a graph holds: those of the views, and the like, each at its place."""
+    held = (getattr(graph, str(node.target)) for node in graph.graph.nodes if node.op == "get_attr")
+    return tuple(id(tensor) for tensor in held)
+
+
+class UncapturableError(RuntimeError):
+    """A step that no graph can hold."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at operations for which the host waits for the GPU, before a capture stumbles over them."""
+
+    def __torch_dispatch__(
+        self, operation: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Makes an operation, if it goes without waiting."""
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        result = operation(*args, **(kwargs or {}))
+        made = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        devices = {tensor.device.type for tensor in (*given, *made) if tensor.dim()}
+        masks = any(tensor.dtype == torch.bool for tensor in given)
+        sized_by_data = torch.Tag.dynamic_output_shape in operation.tags
+        sized_by_data &= masks or operation is not torch.ops.aten.index.Tensor
+        if torch.Tag.data_dependent_output in operation.tags or sized_by_data or len(devices) > 1:
+            raise UncapturableError(f"{operation} waits for what is on the device")
+        return result
+
+
+def why_not(recipe: Recipe, program: Program) -> str:
+    """Why a step of a recipe cannot be captured; nothing if it can."""
+    try:
+        with Watch():  # type: ignore[no-untyped-call]
+            program.run(recipe, 1)
+    except UncapturableError as error:
+        return str(error)
+    return ""
+
+
+def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """What `run` does on the current stream, as a graph to replay."""
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # a graph that is freed while another is being captured spoils it
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with suppress(RuntimeError):  # that the capture is spoilt is known; why is what matters
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        gc.enable()
+    return graph.replay
