@@ -1,0 +1,139 @@
+"""Several runs in one process: in turn, or side by side in threads."""
+
+import json
+import logging
+
+import pytest
+import small
+from small import call
+
+import fedhassle
+from fedhassle import together
+from fedhassle.arrays import read_arrays
+from fedhassle.errors import DivergedError, UserError
+from fedhassle.launch import start_several
+from fedhassle.requested import request, variations
+
+QUICK = ["rounds=2", "method.epochs=1", "evaluate_every=1"]
+HASSLE = ["method=hassle", "method.residual_steps=2"]
+
+
+def launched(folder, *choices, base=QUICK):
+    """Runs that differ in some settings, ready to start."""
+    return start_several([(name, request("quick", [*base, *words])) for name, words in choices], folder)
+
+
+def ends(events):
+    return {event.run: event.error for event in events if event.step is None}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [[]]),
+        (["seed=0,1"], [["seed=0"], ["seed=1"]]),
+        (["method=a, b", "seed=3"], [["method=a", "seed=3"], ["method=b", "seed=3"]]),
+        (["a=1,2", "b=3,4"], [["a=1", "b=3"], ["a=1", "b=4"], ["a=2", "b=3"], ["a=2", "b=4"]]),
+    ],
+)
+def test_choices_are_combined(words, expected):
+    assert variations(words) == expected
+
+
+@pytest.mark.parametrize("word", ["seed", "=1,2", "seed=", "seed=0,,1"])
+def test_what_is_no_choice_is_refused(word):
+    with pytest.raises(UserError, match="KEY=V1,V2"):
+        variations([word])
+
+
+def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
+    """Three runs in threads against the same three one after another."""
+    choices = [("s0", [*HASSLE, "seed=0"]), ("s1", [*HASSLE, "seed=1"]), ("avg", ["method=fedavg"])]
+    for way, folder in ((together.side_by_side, "threads"), (together.in_turn, "turns")):
+        runs = launched(tmp_path / folder, *choices)
+        events = list(way(runs))
+        assert ends(events) == {0: None, 1: None, 2: None}
+        rounds = [(event.run, event.step.t) for event in events if event.step is not None]
+        assert sorted(rounds) == [(run, t) for run in range(3) for t in (1, 2)]
+    for name, _ in choices:
+        models = [read_arrays(tmp_path / way / name / "model.safetensors") for way in ("threads", "turns")]
+        assert small.same(models[0][0], models[1][0])
+
+
+@pytest.mark.parametrize("way", [together.side_by_side, together.in_turn])
+def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
+    choices = [("bad", ["method.lr=1e30", "method.clip=0"]), ("good", [])]
+    runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
+    found = ends(way(runs))
+    assert isinstance(found[0], DivergedError) and found[1] is None
+    assert (tmp_path / "good" / "summary.json").exists()
+    assert not (tmp_path / "bad" / "summary.json").exists()
+
+
+def test_each_run_logs_to_its_own_file(tmp_path):
+    """A warning said in one run's thread is in that run's log alone."""
+    runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=3"])
+    log = logging.getLogger("fedhassle")
+    carry_out = together.carry_out
+
+    def saying(run, alone):
+        for step in carry_out(run, alone):
+            log.warning("this is %s", run.folder.path.name)
+            yield step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "carry_out", saying)
+        assert set(ends(together.side_by_side(runs)).values()) == {None}
+    for name, other in (("a", "b"), ("b", "a")):
+        text = (tmp_path / name / "log.txt").read_text("utf-8")
+        assert f"this is {name}" in text and f"this is {other}" not in text
+
+
+def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
+    runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
+    watching = together.side_by_side(runs)
+    next(watching)
+    watching.close()
+    done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
+    assert all(n < 50 for n in done) and max(done) >= 1
+    code, *_ = call("resume", tmp_path / "a", tmp_path / "b")
+    assert code == 0 and all((tmp_path / n / "summary.json").exists() for n in ("a", "b"))
+
+
+def test_one_command_trains_every_combination(tmp_path):
+    code, out, _ = call(
+        *("run", "quick", *QUICK, "--vary", "seed=0,1", "--vary", "method=fedavg,fedprox"),
+        *("--out", tmp_path / "all"),
+    )
+    assert code == 0
+    names = {"0-fedavg", "0-fedprox", "1-fedavg", "1-fedprox"}
+    assert {path.name for path in (tmp_path / "all").iterdir()} == names
+    for name in names:
+        summary = json.loads((tmp_path / "all" / name / "summary.json").read_text())
+        assert f"{summary['seed']}-{summary['method']}" == name
+        assert f"{name}  round 2/2" in out
+    assert "± " in out and "fedprox" in out  # the table, seeds together
+
+
+def test_a_mistake_in_one_choice_leaves_nothing_behind(tmp_path):
+    code, _, err = call("run", "quick", "--vary", "method=fedavg,fedavgg", "--out", tmp_path / "all")
+    assert code == 2 and "fedavgg" in err and "fedavg" in err
+    assert not (tmp_path / "all").exists()
+    code, _, err = call("run", "quick", "--vary", "seed=1,1", "--out", tmp_path / "all")
+    assert code == 2 and "twice" in err and not (tmp_path / "all").exists()
+
+
+def test_the_error_of_a_run_is_told_after_the_others_are_done(tmp_path):
+    words = ("quick", "rounds=2", "method=fedavg", "method.clip=0", "method.epochs=1")
+    code, out, err = call("run", *words, "--vary", "method.lr=1e30,0.1", "--out", tmp_path / "all")
+    assert code == 1 and "NaN" in err and "1e30 failed" in out
+    assert (tmp_path / "all" / "0.1" / "summary.json").exists()
+
+
+def test_the_same_from_python(tmp_path):
+    settings = {"rounds": 1, "method": "fedavg", "method.epochs": 1}
+    results = fedhassle.run_several(
+        "quick", settings, vary={"seed": [0, 1]}, out=tmp_path / "two", quiet=True
+    )
+    assert [result.summary["seed"] for result in results] == [0, 1]
+    assert [result.folder.name for result in results] == ["0", "1"]
