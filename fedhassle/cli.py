@@ -287,6 +287,30 @@ def compare(
 
 
 @app.command()
+def bench(
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD]...", help="Else fedavg and hassle; all: all of them."),
+    ] = None,
+    net: Annotated[str | None, typer.Option(help="resnet8 (else on a GPU) or lenet (else on a CPU).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter rounds, and fewer of them.")] = False,
+    scaling: Annotated[bool, typer.Option(help="Also how times grow with the numbers of clients.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Fuse kernels, on a GPU.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else a GPU where there is one.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Where all figures go.")] = None,
+) -> None:
+    """Measure how fast rounds are here.
+
+    Compares with a plain training loop and with the device's peak, on random images.
+    """
+    from fedhassle.bench import Options
+    from fedhassle.bench import run as measure
+
+    chosen = tuple(methods) if methods else Options.methods
+    measure(Options(chosen, net, None, quick, scaling, compiled, device=device, json=as_json), console)
+
+
+@app.command()
 def methods() -> None:
     """List the methods, one line each."""
     from fedhassle.methods import METHODS

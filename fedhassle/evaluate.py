@@ -7,17 +7,17 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import Method
+from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.parallel import side_by_side
 from fedhassle.vectors import Arrays
-
-BATCH = 1000  # images a pass
 
 
 def accuracy(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
 ) -> dict[str, float]:
     """The share of images (N, H, W, C) that each prediction gets right."""
-    batches = list(zip(torch.split(images, BATCH), torch.split(y, BATCH), strict=True))
+    size = IMAGES_A_PASS[images.device.type]
+    batches = list(zip(torch.split(images, size), torch.split(y, size), strict=True))
 
     @torch.no_grad()
     def hits(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
-from fedhassle.nets import Net
+from fedhassle.nets import IMAGES_A_PASS, Net
 from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
-
-LABELLING_BATCH = 1000  # images a pass when labels are given once a round
 
 
 class Samples(NamedTuple):
@@ -205,7 +203,8 @@ def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict
 def label(stream: Stream, site: Site, received: Models) -> Tensor:
     """One stream's labels (n,), in large batches."""
     assert stream.labels is not None
-    batches = torch.split(site.samples.rows(stream.part), LABELLING_BATCH)
+    rows = site.samples.rows(stream.part)
+    batches = torch.split(rows, IMAGES_A_PASS[rows.device.type])
     images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
     return torch.cat([stream.labels(received, x) for x in images])
 

@@ -13,11 +13,10 @@ from fedhassle.arrays import read_arrays
 from fedhassle.build import build_method
 from fedhassle.data.views import Views, make_views
 from fedhassle.errors import UserError
-from fedhassle.evaluate import BATCH
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find
-from fedhassle.nets import NETS, Net
+from fedhassle.nets import IMAGES_A_PASS, NETS, Net
 from fedhassle.vectors import Arrays
 
 
@@ -43,7 +42,8 @@ class TrainedModel:
         """Classes and probabilities of images (N, H, W, C) or (N, H, W), uint8; `mode`: SM, UM or EM."""
         pixels = torch.from_numpy(self.checked(images))
         batches = [
-            self.method.predict(self.state, self.views.normalise(x)) for x in torch.split(pixels, BATCH)
+            self.method.predict(self.state, self.views.normalise(x))
+            for x in torch.split(pixels, IMAGES_A_PASS[pixels.device.type])
         ]
         chosen = self.method.headline if mode is None else mode
         known = {name.lower(): name for name in batches[0]}

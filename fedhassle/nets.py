@@ -22,6 +22,9 @@ CPU = torch.device("cpu")
 # at a multiple of 16 bytes: kernels of CUDA load so many at once, and a BatchNorm whose gains begin elsewhere
 # ends in "misaligned address".
 ALIGNED = 8
+# Images in one pass without gradients. A GPU is held up by launches (1,000 at once: 2 % of a HASSLE round), a
+# CPU by the memory that each of its cores takes.
+IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 

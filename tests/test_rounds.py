@@ -12,6 +12,7 @@ from fedhassle.errors import DivergedError
 from fedhassle.evaluate import accuracy
 from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import FedAvg, Hassle
+from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.rounds import Plan, Reply, federate, select
 
 NET = small.net(small.Linear, side=3)
@@ -27,8 +28,11 @@ class Scripted:
     """A federation whose clients answer what they are told to."""
 
     def __init__(self, answers, clients=None):
-        self.answers, self.memory, self.asked = answers, {}, []
+        self.answers, self.asked, self.went_back = answers, [], []
         self.clients = clients or tuple(Client(name, n, 0) for name, (n, _) in answers.items())
+
+    def rewind(self, t):
+        self.went_back.append(t)
 
     def train(self, method, messages, t):
         self.asked.append([client.name for client, _ in messages])
@@ -77,6 +81,16 @@ def test_a_side_whose_only_clients_diverged_is_kept(caplog):
     found = {name: vector.item() for name, vector in done.state.items()}
     assert found == {"w_S": 0, "r_US": 0, "w_U": 7, "r_SU": 8, "w_U_before": 0}
     assert "r_US, w_S" in caplog.text
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_run_goes_on_from_the_round_before_its_first(first):
+    """Once, before anything is trained: what clients kept after that round is of another run."""
+    federation = Scripted({"ann": (3, [1.0])})
+    rounds = federate(FedAvg(NET), federation, Plan(5, 1), {"w": torch.zeros(1)}, first)
+    assert federation.went_back == []
+    assert [done.t for done in rounds] == list(range(first, 6))
+    assert federation.went_back == [first - 1]
 
 
 # Rounds that train nothing
@@ -162,7 +176,8 @@ def test_a_client_that_drops_out_keeps_its_memory_as_it_was():
     federation = small.simulator(only={"client 1", "client 2"})
     steps = []
     for done in federate(method, federation, Plan(3, 2), method.initial(0)):
-        steps.append([federation.memory[name]["steps"].item() for name in ("client 1", "client 2")])
+        kept = [federation.memory.load(name, done.t + 1, small.CPU) for name in ("client 1", "client 2")]
+        steps.append([arrays["steps"].item() for arrays in kept])
         assert len(done.replies) == (1 if done.t == 2 else 2)
         assert torch.isfinite(done.state["w"]).all()
     assert steps == [[6, 2], [6, 4], [12, 6]]
@@ -213,7 +228,7 @@ def test_a_small_federation_learns(data):
 
 def test_accuracy_is_the_share_over_all_batches(monkeypatch):
     """Batches of 16, 16 and 8: a mean of batch means would weigh the last one too much."""
-    monkeypatch.setattr("fedhassle.evaluate.BATCH", 16)
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", 16)
     data = small.dataset()
     method = FedAvg(small.net(small.Linear))
     images, views = torch.from_numpy(data.x_test), small.simulator(data).views

@@ -47,8 +47,8 @@ def counterpart(name: str, method: Method, phase: Phase, device: torch.device) -
         return None
 
     def build(net: Net) -> nn.Module:
-        module = net.build(net.shape, net.classes, net.width)
-        return module.to(device, memory_format=torch.channels_last)
+        module = net.build(net.shape, net.classes, net.width).to(device)
+        return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     (descent,) = phase.descents
     lr, momentum, decay, clip = descent.sgd

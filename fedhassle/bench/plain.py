@@ -1,8 +1,8 @@
 """Local training as one writes it by hand, to be measured against: modules, `torch.optim`, step after step.
 
 Nothing of the engine occurs here. It is a good loop, not a straw man: the images lie on the device as bytes,
-batches are drawn and augmented there, networks and images are channels_last, gradients are clipped and weights
-moved by PyTorch's multi-tensor kernels, and no step waits for the device.
+batches are drawn and augmented there, networks and images are channels_last, gradients are clipped and
+weights moved by PyTorch's multi-tensor kernels, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def images_on(
 
 
 def walk(images: Images, rows: Tensor, batch: int, draws: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """One client's batches without end: epoch after epoch, the last batch of each filled up from its start."""
+    """A client's batches without end, epoch after epoch; the last of each is filled up from its start."""
     full = -(-len(rows) // batch) * batch
     while True:
         order = torch.randperm(len(rows), device=rows.device, generator=draws)
@@ -98,7 +98,7 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor) -> None:
         """One step on a batch; nothing waits for the device."""
         self.optimiser.zero_grad()
-        self.loss(x, y).backward()
+        self.loss(x, y).backward()  # type: ignore[no-untyped-call]
         if self.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimiser.step()
