@@ -33,12 +33,12 @@ class Listening(NamedTuple):
     """A network that notes what it is called on."""
 
     net: Network
-    weights: Tensor
+    frozen: tuple[Tensor, Tensor]  # weights and statistics
     heard: list[Tensor]
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """Logits (B, M)."""
-        if weights is self.weights and not training:
+        if same(self.frozen, weights, statistics) and not training:
             self.heard.append(x)
         return self.net(weights, statistics, x, training)
 
@@ -47,14 +47,20 @@ class Informed(NamedTuple):
     """A network with frozen weights, some of whose logits are known."""
 
     net: Network
-    weights: Tensor
+    frozen: tuple[Tensor, Tensor]  # weights and statistics
     known: tuple[tuple[Tensor, Tensor], ...]  # (view, its logits)
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """Logits (B, M): looked up for a view that is known, on the frozen weights; else computed."""
-        frozen = weights is self.weights and not training
+        frozen = same(self.frozen, weights, statistics) and not training
         found = [z for view, z in self.known if frozen and view is x]
-        return found[0] if found else self.net(weights, statistics, x, training)
+        # A copy: whoever asks may write into what it gets.
+        return found[0].clone() if found else self.net(weights, statistics, x, training)
+
+
+def same(frozen: tuple[Tensor, Tensor], weights: Tensor, statistics: Tensor) -> bool:
+    """Whether these are the very tensors that are frozen."""
+    return weights is frozen[0] and statistics is frozen[1]
 
 
 def questions(
@@ -64,14 +70,14 @@ def questions(
     models = {name: model for name, model in received.items() if isinstance(model, Model)}
     heard: dict[str, list[Tensor]] = {name: [] for name in models}
     listening = {
-        name: model._replace(net=Listening(model.net, model.weights, heard[name]))
+        name: model._replace(net=Listening(model.net, (model.weights, model.statistics), heard[name]))
         for name, model in models.items()
     }
-    # Their own statistics: what the losses do to BatchNorm's must not count.
-    local = local_models(
-        job, buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
-    )
+    # Statistics of their own: what the losses do to BatchNorm's must not count.
+    aside = buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
     for descent in job.phase.descents:
+        leaf = buffers.weights[descent.train].detach().requires_grad_()
+        local = local_models(job, aside) | local_models(job, aside, {descent.train: leaf})
         descent.loss(local, {**received, **listening}, *batches, *draws)
     return tuple(
         Question(name, stream, view)
@@ -98,7 +104,8 @@ def informed(received: Models, answers: Answers, batches: Sequence[Batch]) -> Mo
     for (name, stream, view), logits in answers.items():
         known.setdefault(name, []).append((batches[stream].views[view], logits))
     knowing = {
-        name: received[name]._replace(net=Informed(received[name].net, received[name].weights, tuple(pairs)))
-        for name, pairs in known.items()
+        name: model._replace(net=Informed(model.net, (model.weights, model.statistics), tuple(known[name])))
+        for name, model in received.items()
+        if name in known
     }
     return {**received, **knowing}

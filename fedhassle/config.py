@@ -25,6 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won back (docs/speed.md)
 
 MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic")  # settings of how, not what
+DEVICES_OWN = ("device", "threads", "precision", "compile")  # those that go with a device
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 

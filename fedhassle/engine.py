@@ -19,7 +19,7 @@ class Engine(NamedTuple):
 
     device: torch.device
     precision: Precision = "fp32"  # of matrix products; weights, statistics and sums are float32 always
-    lanes: int = LANES  # clients at once on a GPU, at most; 0: no lanes, one step after another
+    lanes: int = LANES  # clients at once on a GPU, at most
     compile: bool = False  # fuse the kernels of a step, which takes a minute
     deterministic: bool = False
 
@@ -32,16 +32,24 @@ class Engine(NamedTuple):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The switches of PyTorch's libraries as training wants them, and afterwards as they were."""
-        cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
-        before = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cublas.allow_tf32
         if self.deterministic:  # cuBLAS asks for it; read when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        strict, tf32 = torch.are_deterministic_algorithms_enabled(), self.precision != "fp32"
-        torch.use_deterministic_algorithms(self.deterministic or strict)
+        cudnn: Any = torch.backends.cudnn  # whose stubs know no `conv`
+        places = (cudnn.conv, torch.backends.cuda.matmul)
+        before = cudnn.benchmark, cudnn.deterministic, *(place.fp32_precision for place in places)
+        strict, lax = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         cudnn.benchmark, cudnn.deterministic = not self.deterministic, self.deterministic
-        cudnn.allow_tf32, cublas.allow_tf32 = tf32, tf32
+        for place in places:
+            place.fp32_precision = "ieee" if self.precision == "fp32" else "tf32"
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
-            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cublas.allow_tf32 = before
-            torch.use_deterministic_algorithms(strict)
+            cudnn.benchmark, cudnn.deterministic = before[:2]
+            for place, precision in zip(places, before[2:], strict=True):
+                place.fp32_precision = precision
+            torch.use_deterministic_algorithms(strict, warn_only=lax)

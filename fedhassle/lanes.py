@@ -96,6 +96,11 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
+    def catch_up(self) -> None:
+        """What it does next comes after all that is queued now: it may read that, or take its memory."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
     def wait(self) -> None:
         """Until all that it has before it is done."""
         if self.stream is not None:
@@ -109,6 +114,9 @@ class Lane:
 
     def perform(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
         """All steps of a job, by replaying stretches of them; may be left after each."""
+        if not self.recipes.worth_it(shape_of(job, kept), job):
+            with self.recipes.engine.lowered():
+                return finished(perform(job, start, kept))
         course, first = draw(job), 0
         program = self.program(job, start, kept)
         program.load(job, start)
@@ -168,7 +176,12 @@ class Lanes:
             try:
                 return self._train(visits)
             except torch.OutOfMemoryError as error:  # a visit can be made again: it changed nothing
-                self._fewer(error)
+                if len(self.lanes) <= 1:
+                    raise UserError(
+                        "the GPU has not enough memory to train one client: try a smaller method.batch, "
+                        "precision=bf16, or device=cpu"
+                    ) from error
+            self._halve()  # here, where the error does not keep alive what is given back
 
     def _train(self, visits: Sequence[Visit]) -> list[Trained]:
         alone = [i for i, visit in enumerate(visits) if any(job.draws_globally for job in visit.jobs)]
@@ -218,6 +231,7 @@ class Lanes:
         """Records what is new on the first lane, and opens as many lanes as there is work and memory for."""
         jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
         new = {key: pair for pair in jobs if (key := shape_of(*pair)) not in self.seconds}
+        new = {key: pair for key, pair in new.items() if self.recipes.worth_it(key, pair[0])}
         first = not self.lanes
         before = self._taken() if first else 0
         self.lanes = self.lanes or [Lane(self.recipes)]
@@ -231,6 +245,7 @@ class Lanes:
     def _rehearse(self, job: Job, kept: Arrays) -> float:
         """The seconds of a step, on the first lane, which is then able to make it."""
         lane = self.lanes[0]
+        lane.catch_up()
         with lane.current():
             program = lane.program(job, job.message | kept, kept)
             if lane.stream is None:
@@ -243,17 +258,20 @@ class Lanes:
             return (time.perf_counter() - clock) / steps
 
     def _cost(self, chain: Chain) -> float:
-        return sum(job.steps * self.seconds[shape_of(job, chain.visit.kept)] for job in chain.visit.jobs)
+        """About how many seconds it takes; what is never recorded counts like the longest step."""
+        most = max(self.seconds.values(), default=1.0)
+        shapes = [(job.steps, shape_of(job, chain.visit.kept)) for job in chain.visit.jobs]
+        return sum(steps * self.seconds.get(shape, most) for steps, shape in shapes)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """The lanes begin after what is queued now; what is queued afterwards waits for the lanes."""
-        streams = [lane.stream for lane in self.lanes if lane.stream is not None]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(self.engine.device))
+        for lane in self.lanes:
+            lane.catch_up()
         yield
-        for stream in streams:
-            torch.cuda.current_stream(self.engine.device).wait_stream(stream)
+        for lane in self.lanes:
+            if lane.stream is not None:
+                torch.cuda.current_stream(self.engine.device).wait_stream(lane.stream)
 
     def _taken(self) -> int:
         """The memory in use; what the allocator merely holds is given back, or it would count."""
@@ -263,13 +281,8 @@ class Lanes:
             torch.cuda.empty_cache()
             return torch.cuda.memory_reserved(self.engine.device)
 
-    def _fewer(self, error: Exception) -> None:
-        """Half as many lanes, with all their memory given back; if one is too many, the user must help."""
-        if len(self.lanes) <= 1:
-            raise UserError(
-                "the GPU has not enough memory to train one client: try a smaller method.batch, "
-                "precision=bf16, or device=cpu"
-            ) from error
+    def _halve(self) -> None:
+        """Half as many lanes, with the memory of all given back."""
         self.most = len(self.lanes) // 2
         log.warning("out of memory: the round is made again with %d of %d lanes", self.most, len(self.lanes))
         for lane in self.lanes:

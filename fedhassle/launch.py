@@ -16,7 +16,7 @@ import tomli_w
 import torch
 
 from fedhassle.build import build_dataset, build_engine, build_method, build_net, build_split, settings_hash
-from fedhassle.config import MACHINE, Settings, resolve
+from fedhassle.config import DEVICES_OWN, Settings, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
@@ -86,7 +86,7 @@ def default_folder(requested: Requested) -> Path:
 def release(folder: Folder) -> None:
     """Gives back a folder whose request turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
-    for path in (folder.path, folder.path.parent, Path("runs")):
+    for path in (folder.path, Path("runs")):
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
 
@@ -107,13 +107,15 @@ def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = 
     twice = sorted({name for name, _ in requests if [n for n, _ in requests].count(name) > 1})
     if twice:
         raise UserError(f"{twice[0]!r} is there twice: each run needs a name of its own")
-    started: list[Run] = []
+    there, started = home.exists(), list[Run]()
     try:
         for name, requested in requests:
             started.append(start(requested, home / re.sub(r"[^\w.%-]+", ".", name)))
     except UserError:
         for run in started:
             release(run.folder)
+        if not there and home.is_dir() and not any(home.iterdir()):
+            home.rmdir()
         raise
     return started
 
@@ -129,8 +131,8 @@ def reopen(path: Path, device: str | None = None) -> Run:
 def prepare(folder: Folder, device: str | None = None) -> Run:
     """Builds all that a run needs; for another device than recorded, what suits that is chosen anew."""
     requested = recorded(folder)
-    if device is not None:
-        layers = [{k: v for k, v in layer.items() if k not in MACHINE} for layer in requested.layers]
+    if device is not None and resolved_device(device) != recorded_device(requested):
+        layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
         requested = Requested((*layers, {"device": device}))
     settings = resolve(requested)
     dataset = build_dataset(settings)
@@ -141,6 +143,13 @@ def prepare(folder: Folder, device: str | None = None) -> Run:
         raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
     return Run(folder, settings, dataset, split, method)
+
+
+def recorded_device(requested: Requested) -> str:
+    """The device that settings name; where it is left to the machine, that of this one."""
+    given = [str(layer["device"]) for layer in requested.layers if "device" in layer]
+    named = given[-1] if given else "auto"
+    return resolved_device(named) if named == "auto" else named
 
 
 def recorded(folder: Folder) -> Requested:

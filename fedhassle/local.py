@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
-from fedhassle.nets import IMAGES_A_PASS, Net
+from fedhassle.nets import IMAGES_A_PASS, Net, drawing
 from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
+
+T = TypeVar("T")
 
 
 class Samples(NamedTuple):
@@ -131,13 +133,13 @@ def train(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
     return finished(follow(visit(method, site, message, memory, t, seed), perform))
 
 
-def finished(work: Generator[None, None, Trained]) -> Trained:
+def finished(work: Generator[None, None, T]) -> T:
     """What work comes to that is never left."""
     while True:
         try:
             next(work)
         except StopIteration as end:
-            result: Trained = end.value
+            result: T = end.value
             return result
 
 
@@ -187,7 +189,7 @@ def own_randomness(job: Job) -> Iterator[None]:
         yield
         return
     device = job.site.samples.images.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with drawing, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(number(*job.key, "network"))
         yield
 

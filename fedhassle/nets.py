@@ -131,6 +131,10 @@ class ResNet8(nn.Module):
         return z
 
 
+# Modules draw their weights, and dropout its masks, from one state of the whole process: whoever sets it and
+# draws from it does so alone.
+drawing = threading.RLock()
+
 NETS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "resnet8": ResNet8}
 
 
@@ -227,7 +231,7 @@ class Net:
     @cached_property
     def draws(self) -> bool:
         """Whether the module itself draws random numbers in training, as dropout does."""
-        with torch.random.fork_rng(devices=[]):
+        with drawing, torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             copy.deepcopy(self._module).train()(torch.zeros(2, *self.shape))
             return not torch.equal(torch.get_rng_state(), before)
@@ -258,7 +262,7 @@ class Net:
 
     def module(self, seed: int) -> nn.Module:
         """A module as `build` makes it."""
-        with torch.random.fork_rng(devices=[]):
+        with drawing, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             module = self.build(self.shape, self.classes, self.width)
         require(isinstance(module, nn.Module), f"a network must be an nn.Module, got {type(module).__name__}")

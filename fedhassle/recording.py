@@ -143,7 +143,9 @@ def shape_of(job: Job, kept: Arrays) -> Hashable:
     phase = job.phase
     streams = tuple((s.part, s.batch, s.views, s.online, identity(s.labels)) for s in phase.streams)
     descents = tuple((d.train, d.sgd, identity(d.loss)) for d in phase.descents)
-    sizes = tuple(tuple((name, v.numel()) for name, v in arrays.items()) for arrays in (job.message, kept))
+    sizes = tuple(
+        tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
+    )
     images = id(job.site.samples.images), id(job.site.views.scale)
     return (phase.name, streams, descents, identity(phase.then), identity(phase.draw), sizes, images)
 
@@ -157,9 +159,10 @@ def identity(value: Any) -> Hashable:
         return (value.__func__, id(value.__self__))
     if isinstance(value, FunctionType):
         cells = tuple(identity(cell.cell_contents) for cell in value.__closure__ or ())
-        return (value.__code__, cells, identity(value.__defaults__))
+        named = tuple((name, identity(v)) for name, v in sorted((value.__kwdefaults__ or {}).items()))
+        return (value.__code__, cells, identity(value.__defaults__), named)
     if isinstance(value, tuple):
-        return tuple(identity(part) for part in value)
+        return (type(value), *(identity(part) for part in value))
     plain = isinstance(value, int | float | str | None)
     return (type(value), value) if plain else id(value)  # recordings keep it alive, so that its id is its own
 
@@ -173,6 +176,17 @@ class Recipes:
         self._compiler = Compiler()
         self._told: set[str] = set()
 
+    def worth_it(self, key: Hashable, job: Job) -> bool:
+        """Whether a shape is known, or its phase has not had too many of them; else it leaves no trace."""
+        alike = sum(known.phase.name == job.phase.name for known, _ in self._recipes.values())
+        if key in self._recipes or alike < RECORDINGS:
+            return True
+        self.tell(
+            f"phase {job.phase.name!r} runs eagerly: its functions or its messages change from round to "
+            "round; what changes should be a tensor in the message, the memory or a draw"
+        )
+        return False
+
     def find(self, key: Hashable, job: Job, program: Program) -> Recipe:
         """The recipe of a shape; `program` is one to try it on."""
         if key not in self._recipes:
@@ -181,13 +195,6 @@ class Recipes:
 
     def _make(self, job: Job, program: Program) -> Recipe:
         made = recipe(job, program.questions(job, self.engine), self.engine)
-        alike = sum(known.phase.name == job.phase.name for known, _ in self._recipes.values())
-        if alike >= RECORDINGS:
-            self.tell(
-                f"phase {job.phase.name!r} runs eagerly: its functions or its messages change from round to "
-                "round; what changes should be a tensor in the message, the memory or a draw"
-            )
-            return made._replace(capture=False)
         if made.capture and (reason := why_not(made, program)):
             self.tell(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({reason})")
             return made._replace(capture=False)
@@ -199,6 +206,7 @@ class Recipes:
             whole = self._compiler(made.look, program.buffers, program.course)
             sight = whole(program.buffers, program.course).at(0)
             step = self._compiler(made.step, program.buffers, sight)
+            step(program.buffers, sight)  # it is compiled when it is called
         except Exception as error:  # a compiler may fail in any way, and is not needed
             first = str(error).partition("\n")[0]
             self.tell(f"steps are captured but not compiled ({type(error).__name__}: {first})")
@@ -336,6 +344,7 @@ def why_not(recipe: Recipe, program: Program) -> str:
 def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
     """What `run` does on the current stream, as a graph to replay."""
     graph = torch.cuda.CUDAGraph()
+    collecting = gc.isenabled()
     gc.disable()  # a graph that is freed while another is being captured spoils it
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -347,5 +356,6 @@ def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
             raise
         graph.capture_end()
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
     return graph.replay

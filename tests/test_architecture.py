@@ -12,11 +12,16 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"errors", "randomness", "files", "names", "version", "provenance", "parallel"},
     {"data"},
     {"vectors"},
+    {"arrays"},
+    {"memory"},
     {"nets"},
     {"losses"},
     {"method"},
     {"methods"},
-    {"local"},
+    {"engine", "local"},
+    {"ahead"},
+    {"recording"},
+    {"lanes"},
     {"rounds", "evaluate"},
     {"checkpoints"},
     {"runs"},
@@ -25,13 +30,16 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"requested"},
     {"config"},
     {"build"},
-    {"launch", "model", "view"},
+    {"bench"},
+    {"launch", "model"},
+    {"together"},
+    {"view"},
     {"api"},
     {"cli"},
     {"__main__"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
-ENGINE = ("local.py", "rounds.py", "runs.py", "simulator.py")
+ENGINE = ("local.py", "ahead.py", "recording.py", "lanes.py", "rounds.py", "runs.py", "simulator.py")
 CONFIGURED = {
     "config.py",
     "build.py",

@@ -73,9 +73,7 @@ def test_every_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
     """Each byte of the header and of the tensors in turn: never another error, never other content."""
     vector = torch.arange(3, dtype=torch.float32)
     for t in (1, 2):
-        save_checkpoint(
-            tmp_path, Checkpoint(t, {"w": vector + t}, {"client 1": {"m": vector}}, [{"round": t}])
-        )
+        save_checkpoint(tmp_path, Checkpoint(t, {"w": vector + t, "m": vector}, [{"round": t}]))
     newest = sorted(tmp_path.iterdir())[-1]
     content = newest.read_bytes()
     for at in range(len(content)):
@@ -83,7 +81,7 @@ def test_every_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
         found = load_checkpoint(tmp_path, small.CPU)
         assert found is not None
         assert torch.equal(found.state["w"], vector + found.t)
-        assert torch.equal(found.memory["client 1"]["m"], vector)
+        assert torch.equal(found.state["m"], vector)
         assert found.history == [{"round": found.t}]
 
 

@@ -143,8 +143,8 @@ def test_the_baselines_run_and_count_their_bytes(method, without_residuals, tmp_
     code, out, _ = call("run", *without_residuals, f"method={method}", "--out", folder)
     assert code == 0 and out.startswith(f"{method} on small.npz")
     # LeNet on 12×12 grey images with 4 classes: 16 maps of 1×1 pixel reach the first linear layer. The
-    # first kernel (150) and its bias (6) are filled up to multiples of four.
-    weights = (152 + 8) + 16 * (6 * 25 + 1) + 120 * 17 + 84 * 121 + 4 * 85
+    # first kernel (150) and three biases (6, 84 and 4) are filled up to multiples of eight.
+    weights = (152 + 8) + 16 * (6 * 25 + 1) + 120 * 17 + (84 * 120 + 88) + (4 * 84 + 8)
     for line in metrics_of(folder):
         assert set(line["accuracy"]) == {"model"} and set(line["loss"]) == {"w"}
         assert line["pseudo_label_accuracy"] is None  # none is given

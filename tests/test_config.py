@@ -116,6 +116,7 @@ def test_cuda_where_there_is_none_says_what_to_use(monkeypatch):
         resolved("device=cuda")
     assert resolved("device=auto").device == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     assert resolved("device=auto").device == "cuda" and resolved("device=cpu").device == "cpu"
 
 

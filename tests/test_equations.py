@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import small
 import torch
-from by_hand import NET, SIDES, B, D, M, ce, ce_gradient, f, gradient, kl, other_way, pull_back, softmax
+from by_hand import NET, SIDES, B, D, M, ce, ce_gradient, f, flat, gradient, kl, other_way, pull_back, softmax
 
 from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
 from fedhassle.method import Batch, Client, Update, as_models, average
@@ -17,7 +17,7 @@ from fedhassle.vectors import distance, mean, squared_distance
 def world(rng):
     """A batch, and every vector of HASSLE, drawn at random in float64."""
     names = ("w_S", "w_U", "r_US", "r_SU", "w_S_before", "w_U_before", "local")
-    vectors = {name: rng.normal(size=M * D + M) for name in names}
+    vectors = {name: flat(rng.normal(size=(M, D)), rng.normal(size=M)) for name in names}
     return rng.normal(size=(B, 1, 3, 3)), np.array([0, 3, -1, 1, 1, 2]), vectors
 
 

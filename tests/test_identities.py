@@ -251,11 +251,11 @@ def test_the_bytes_of_resnet8_are_the_papers():
     """Upload in parameters: partial 2.61 M, full or unlabelled 1.31 M, FedAvg 1.23 M.
 
     Bytes count BatchNorm's statistics: a mean and a variance for each of 1,344 channels of a dual (64·3 +
-    128·3 + 256·3) and 336 of a residual, in float32; two zeros keep what follows the ten biases aligned.
+    128·3 + 256·3) and 336 of a residual, in float32; six zeros keep what follows the ten biases aligned.
     """
     net = Net(ResNet8, (3, 8, 8), 10)
     dual, residual = 1_227_594, 78_042
-    dual_bytes, residual_bytes = 4 * (dual + 2 + 2 * 1344), 4 * (residual + 2 + 2 * 336)
+    dual_bytes, residual_bytes = 4 * (dual + 6 + 2 * 1344), 4 * (residual + 6 + 2 * 336)
     data = small.dataset(channels=3, side=8)
     method = Hassle(net, batch=2, epochs=1, residual_steps=1)
     parts = {"full": (range(2), ()), "partial": (range(2), range(2, 4)), "unlabelled": ((), range(2, 4))}
@@ -278,8 +278,8 @@ def test_the_bytes_of_resnet8_are_the_papers():
 
 
 def test_a_reply_counts_the_bytes_of_both_ways():
-    """Four bytes a number: a linear network of 144·4 + 4 numbers has no statistics."""
+    """Four bytes a number: a linear network of 144·4 + 4 numbers, and 4 zeros, has no statistics."""
     method = FedAvg(small.net(small.Linear), **QUICK)
     (done,) = small.simulate(method, 1, per_round=6)
     assert [reply.update.client.name for reply in done.replies] == [f"client {k}" for k in (1, 2, 3, 4)]
-    assert {(reply.bytes_down, reply.bytes_up) for reply in done.replies} == {(4 * 580, 4 * 580)}
+    assert {(reply.bytes_down, reply.bytes_up) for reply in done.replies} == {(4 * 584, 4 * 584)}

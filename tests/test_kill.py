@@ -128,6 +128,27 @@ def test_a_process_killed_in_its_first_second_is_taken_up_by_another(delay, eigh
     assert_same_result(folder, whole)
 
 
+IN_MEMORY = {
+    "a client's file": lambda folder: any((folder / "memory").rglob("round-*")),
+    "half a client's file": lambda folder: any((folder / "memory").rglob(".writing-*")),
+    "a round without a checkpoint": lambda folder: any((folder / "memory").rglob("round-000003.*")),
+    "a file of the fifth round": lambda folder: any((folder / "memory").rglob("round-000005.*")),
+}
+
+
+@pytest.mark.parametrize("moment", IN_MEMORY)
+def test_a_run_killed_while_its_clients_keep_something_ends_in_the_same_bits(
+    moment, without_residuals, module, forked, tmp_path
+):
+    own = module("own_keeps", small.KEEPS.replace("NAME", "kept"))
+    mine = [*without_residuals, "rounds=8", f"method={own}:Keeps"]
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert call("run", *mine, "--out", whole)[0] == 0
+    kill_when(forked("run", *mine, "--out", folder), folder, IN_MEMORY[moment], 0)
+    resume_to_the_end(mine, folder)
+    assert_same_result(folder, whole)
+
+
 def test_a_folder_from_before_the_request_was_written_can_be_used(eight_rounds, tmp_path):
     """Killed between making the folder and its first file: nothing is lost, so nothing is in the way."""
     folder = tmp_path / "run"

@@ -1,62 +1,22 @@
 """Methods whose clients keep something, and steps that write in place."""
 
-from dataclasses import dataclass
+import itertools
 
 import numpy as np
 import pytest
 import small
 import torch
 from by_hand import order_end_to_end, order_of_epochs
-from small import hassle
+from small import Tutored, hassle
 
-from fedhassle.local import Job, give_labels, prepare, step, train
-from fedhassle.losses import cross_entropy
-from fedhassle.method import Descent, Method, Phase, Stream, as_models
+from fedhassle.local import advance, draw, prepare, train, visit
 from fedhassle.randomness import generator
 
 # Memory, `then`, `draw`, several streams
 
 
-@dataclass(frozen=True)
-class Tutored(Method):
-    """A student on labelled batches of 6 and unlabelled ones of 4, and a teacher that averages it.
-
-    Loss: ℓ(student(x_L), y) + c·mean (student(x_U) − teacher(x_U))², c a draw for each step. The teacher and
-    its count s of steps stay with the client: teacher ← teacher + (student − teacher)/(s + 2).
-    """
-
-    def networks(self):
-        return {"w": self.net, "teacher": self.net}
-
-    def initial(self, seed):
-        return {"w": self.net.initial(seed)}
-
-    def memory(self, client, message):
-        return {"teacher": message["w"], "s": torch.zeros(1)}
-
-    def phases(self, client, t):
-        streams = (Stream("labelled", 6), Stream("unlabelled", 4, views=("weak", "clean")))
-        descent = Descent("w", self.loss, self.sgd())
-        return (Phase("both", streams, (descent,), self.epochs, then=self.follow, draw=self.weight),)
-
-    def weight(self, rng):
-        return rng.uniform(0, 2, 1)
-
-    def loss(self, local, received, labelled, unlabelled, c):
-        assert (unlabelled.y == -1).all()  # no labels were asked for
-        gap = local["w"](unlabelled.views[0]) - local["teacher"](unlabelled.views[1])
-        return cross_entropy(local["w"](labelled.views[0]), labelled.y) + (c * gap.square()).mean()
-
-    def follow(self, local, received):
-        share = 1 / (local["s"] + 2)
-        return {"teacher": local["teacher"].lerp(local["w"], share), "s": local["s"] + 1}
-
-    def predict(self, state, x):
-        return {"model": self.net.logits(state["w"], x)}
-
-
 def tutored_by_hand(data, rows_l, rows_u, w, teacher, s, key, eta):
-    """The same in float64 NumPy with a linear student: two epochs of ⌈10/6⌉ = 2 steps."""
+    """`Tutored` in float64 NumPy with a linear student: two epochs of ⌈10/6⌉ = 2 steps."""
     x = ((data.x_train / 255 - 0.5) / 0.25).reshape(len(data.x_train), -1)
     x = np.hstack([x, np.ones((len(x), 1))])  # (N, D + 1)
     classes = np.eye(4)[data.y_train]
@@ -89,7 +49,9 @@ def test_a_method_with_memory_draws_and_two_streams_is_a_plain_loop():
     site = small.site(data, labelled=range(10), unlabelled=range(20, 27), name="cy")
 
     def matrix(vector):
-        return np.hstack([vector[: 4 * side].reshape(4, side), vector[4 * side :, None]])  # (M, D + 1)
+        """(M, D + 1): the 36 entries of W take the room of 40, the 4 of b that of 8."""
+        assert vector.shape == (48,) and not vector[36:40].any() and not vector[44:].any()
+        return np.hstack([vector[:36].reshape(4, side), vector[40:44, None]])
 
     w = matrix(net.initial(0).double().numpy())
     teacher, s, kept = w, 0, None
@@ -119,7 +81,24 @@ def test_a_teacher_is_in_evaluation_mode_and_follows_with_its_statistics():
     assert (student - start)[statistics:].abs().max() > 0.01
 
 
+def test_a_stream_that_asks_for_no_labels_has_none():
+    site = small.site(labelled=range(6), unlabelled=range(20, 27))
+    (job,) = visit(Tutored(small.net(), epochs=2), site, {"w": small.net().initial(0)}, None, 1, 0).jobs
+    labelled, unlabelled = draw(job).feeds
+    assert (unlabelled.y == -1).all() and unlabelled.y.shape == (2, 4)
+    assert torch.equal(unlabelled.truth, torch.from_numpy(small.dataset().y_train)[unlabelled.rows])
+    assert torch.equal(labelled.y, labelled.truth) and (labelled.y >= 0).all()
+
+
 # What lanes rely on
+
+
+def places(buffers):
+    """The addresses of all that a step writes."""
+    written = (buffers.weights, buffers.statistics, buffers.momentum, buffers.losses)
+    return [tensor.data_ptr() for arrays in written for tensor in arrays.values()] + [
+        buffers.labelling.data_ptr()
+    ]
 
 
 @pytest.mark.parametrize("phase", ["labelled", "labelled residual", "unlabelled", "unlabelled residual"])
@@ -128,39 +107,48 @@ def test_a_step_writes_its_buffers_in_place(phase, online):
     """A captured step reads and writes fixed addresses: none may be replaced by a new tensor."""
     method = hassle(pseudo_labels="online" if online else "round")
     site = small.site(small.dataset(flip=True, crop=2), labelled=range(11), unlabelled=range(40, 61))
-    message, networks = method.initial(0), method.networks()
-    phases = method.phases(site.client, 1)
-    labels = give_labels(phases, site, as_models(message, networks))
-    (chosen,) = (p for p in phases if p.name == phase)
-    job = Job(chosen, site, networks, message, labels, (0, 1, "here", phase))
-    buffers = prepare(job, message, {})
+    message = method.initial(0)
+    (job,) = (job for job in visit(method, site, message, None, 1, 0).jobs if job.phase.name == phase)
+    buffers, course = prepare(job, message, {}), draw(job)
     assert all(v.data_ptr() != message[k].data_ptr() for k, v in buffers.weights.items())
-
-    def places():
-        written = (buffers.weights, buffers.statistics, buffers.momentum, buffers.losses)
-        tensors = [tensor for arrays in written for tensor in arrays.values()]
-        return [tensor.data_ptr() for tensor in (*tensors, buffers.labelling, buffers.step)]
-
-    before, first = places(), {k: v.clone() for k, v in buffers.weights.items()}
-    for count in (1, 2, 3):
-        step(job, buffers)
-        assert places() == before
-        assert buffers.step.tolist() == [count]
+    before, first = places(buffers), {k: v.clone() for k, v in buffers.weights.items()}
+    for i in range(3):
+        advance(job, buffers, course.between(i, i + 1))
+        assert places(buffers) == before
     assert all(not torch.equal(buffers.weights[k], first[k]) for k in first)
     assert all(not v.requires_grad for v in buffers.weights.values())
+    given = 3 * 8 if online and job.phase.streams[0].part == "unlabelled" else 0
+    assert buffers.labelling[1] == given
 
 
 def test_memory_is_written_in_place_too():
     net = small.net(small.Linear, side=3)
-    method = Tutored(net, epochs=2)
     site = small.site(small.dataset(side=3), labelled=range(10), unlabelled=range(20, 27))
-    message = method.initial(0)
-    kept = method.memory(site.client, message)
-    (phase,) = method.phases(site.client, 1)
-    job = Job(phase, site, method.networks(), message, {}, (0,))
+    message = {"w": net.initial(0)}
+    planned = visit(Tutored(net, epochs=2), site, message, None, 1, 0)
+    (job,), kept = planned.jobs, planned.kept
     buffers = prepare(job, message | kept, kept)
-    before = {k: v.data_ptr() for k, v in buffers.weights.items()}
-    step(job, buffers)
-    step(job, buffers)
-    assert {k: v.data_ptr() for k, v in buffers.weights.items()} == before
+    before = places(buffers)
+    advance(job, buffers, draw(job).between(0, 2))
+    assert places(buffers) == before
     assert buffers.weights["s"].tolist() == [2] and kept["s"].tolist() == [0]
+
+
+@pytest.mark.parametrize("cuts", [(0, 3, 4), (0, 1, 2, 3, 4)])
+def test_steps_made_at_once_are_those_made_one_by_one(cuts):
+    """What streams show to several steps is made at once: the same bits, whatever the cuts."""
+    method = Tutored(small.net(), epochs=2)
+    site = small.site(small.dataset(flip=True, crop=2), labelled=range(10), unlabelled=range(20, 27))
+    message = method.initial(0)
+    planned = visit(method, site, message, None, 1, 0)
+    (job,), kept = planned.jobs, planned.kept
+    course, made = draw(job), []
+    for marks in ((0, 4), cuts):
+        buffers = prepare(job, message | kept, kept)
+        for first, last in itertools.pairwise(marks):
+            assert course.between(first, last).steps == last - first
+            advance(job, buffers, course.between(first, last))
+        made.append(buffers)
+    assert job.steps == course.steps == 4
+    for kind in ("weights", "statistics", "momentum", "losses"):
+        assert small.same(getattr(made[0], kind), getattr(made[1], kind))

@@ -16,14 +16,14 @@ import fedhassle
 def lenet(vector, x, width, classes=small.CLASSES):
     """LeNet of a flat vector: kernels (out, height, width, in), then the bias, layer by layer.
 
-    Each is followed by zeros up to a multiple of four entries.
+    Each is followed by zeros up to a multiple of eight entries.
     """
     c1, c2, d1, d2 = (-(-n // width) for n in (6, 16, 120, 84))
     flat = c2 * ((x.shape[2] // 2 - 4) // 2) * ((x.shape[3] // 2 - 4) // 2)
     shapes = [(c1, 5, 5, 1), (c1,), (c2, 5, 5, c1), (c2,), (d1, flat), (d1,), (d2, d1), (d2,)]
     shapes += [(classes, d2), (classes,)]
     sizes = [int(np.prod(shape)) for shape in shapes]
-    rooms = [size + -size % 4 for size in sizes]
+    rooms = [size + -size % 8 for size in sizes]
     assert sum(rooms) == vector.numel()
     parts = zip(vector.double().split(rooms), sizes, shapes, strict=True)
     p = [part[:size].reshape(shape) for part, size, shape in parts]

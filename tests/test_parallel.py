@@ -54,7 +54,7 @@ def test_the_number_of_workers_changes_no_bit(name):
     method = METHODS[name](net=small.net(), batch=8, epochs=2, **short)
     results = []
     for workers in (1, 2, 4):
-        simulator = Simulator(data, small.SPLIT, 0, small.CPU, workers)
+        simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
         rounds = list(federate(method, simulator, Plan(3, 5, 0), method.initial(0)))
         images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
         results.append((rounds, accuracy(method, rounds[-1].state, images, y, simulator.views, workers)))
@@ -76,7 +76,7 @@ def test_a_network_that_draws_gives_the_same_with_many_workers(global_randomness
     method = METHODS["fedavg"](net=small.net(small.NoisyNet), batch=8, epochs=2)
     states = []
     for workers in (1, 4):
-        simulator = Simulator(data, small.SPLIT, 0, small.CPU, workers)
+        simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
         *_, last = federate(method, simulator, Plan(2, 6, 0), method.initial(0))
         states.append(last.state)
     assert small.same(*states)

@@ -7,7 +7,6 @@ import small
 from small import assert_same_result, but_seconds, call, cut, metrics_of, tensors_of
 
 import fedhassle
-from fedhassle.checkpoints import load_checkpoint
 from fedhassle.launch import claim
 from fedhassle.requested import request
 
@@ -97,41 +96,10 @@ def test_a_run_cut_between_its_last_round_and_its_summary_is_finished(eight_roun
 
 # Clients that keep something
 
-KEEPS = """
-    from dataclasses import dataclass
-    from fedhassle import Phase
-    from fedhassle.methods.fedavg import FedAvg
-
-    @dataclass(frozen=True)
-    class Keeps(FedAvg):
-        "FedAvg whose clients are pulled towards the mean of what they ended with in earlier rounds."
-
-        def memory(self, client, message):
-            return {"NAME": message["w"].clone()}
-
-        def networks(self):
-            return {**super().networks(), "NAME": self.net}
-
-        def phases(self, client, t):
-            return tuple(self.keeping(phase) for phase in super().phases(client, t))
-
-        def keeping(self, phase):
-            (descent,) = phase.descents
-            pulled = type(descent)("w", self.pull, descent.sgd)
-            return Phase(phase.name, phase.streams, (pulled,), phase.epochs, then=self.keep)
-
-        def pull(self, local, received, batch):
-            gap = local["w"].weights - local["NAME"].weights
-            return super().loss(local, received, batch) + 0.1 * gap.square().sum()
-
-        def keep(self, local, received):
-            return {"NAME": local["NAME"].lerp(local["w"], 0.3)}
-"""
-
 
 @pytest.mark.parametrize("name", ["kept", "kept/model"])
 def test_what_clients_keep_is_kept_over_a_cut(name, without_residuals, module, tmp_path):
-    own = module("own_" + name.replace("/", "_"), KEEPS.replace("NAME", name))
+    own = module("own_" + name.replace("/", "_"), small.KEEPS.replace("NAME", name))
     mine = [*without_residuals, "rounds=8", f"method={own}:Keeps"]
     folder, whole = tmp_path / "run", tmp_path / "whole"
     assert call("run", *mine, "--out", whole)[0] == 0
@@ -139,8 +107,8 @@ def test_what_clients_keep_is_kept_over_a_cut(name, without_residuals, module, t
     with_memory, without = (but_seconds(metrics_of(f)) for f in (whole, tmp_path / "other"))
     assert with_memory != without  # what they keep does matter
     cut(mine, folder, 5)
-    kept = load_checkpoint(folder / "checkpoints", small.CPU).memory
-    assert set(kept) <= {"client 1", "client 2", "client 3"} and len(kept) > 1
+    kept = small.kept_by(folder)
+    assert {client for client, _ in kept} <= {"client 1", "client 2", "client 3"} and len(kept) > 1
     assert all(set(arrays) == {name} for arrays in kept.values())
     assert call("resume", folder)[0] == 0
     assert_same_result(folder, whole)

@@ -3,9 +3,11 @@
 import dataclasses
 
 import small
+import torch
 from small import resolved
 
 from fedhassle.build import build_dataset, settings_hash
+from fedhassle.config import MACHINE
 from fedhassle.methods import METHODS
 
 
@@ -19,6 +21,20 @@ def test_the_hash_is_of_settings_and_not_of_machines_or_seeds(tmp_path):
     same = ("seed=5", "threads=3", "data.folder=elsewhere", f"data.folder={tmp_path}", "device=cpu")
     assert {hash_of(dataset, word) for word in same} == {base}
     assert base == hash_of(dataset, "rounds=200", "method=hassle", "method.tau=2", "split.alpha=0.1")
+
+
+def test_the_hash_is_the_same_on_every_machine(monkeypatch):
+    """However many lanes, in any precision, compiled or not: what is trained is the same."""
+    dataset = small.dataset()
+    base = hash_of(dataset, "device=cpu")
+    on_cpu = [("lanes=3",), ("precision=fp32",), ("compile=false",), ("deterministic=true",)]
+    assert {hash_of(dataset, "device=cpu", *words) for words in on_cpu} == {base}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    on_gpu = [("precision=bf16",), ("precision=tf32", "lanes=1"), ("compile=true",), ("deterministic=true",)]
+    assert {hash_of(dataset, "device=cuda", *words) for words in on_gpu} == {base}
+    named = {word.partition("=")[0] for words in on_cpu + on_gpu for word in words}
+    assert named | {"device", "threads"} == set(MACHINE)  # a new setting belongs into these lists
 
 
 def test_the_hash_changes_with_every_other_setting():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -146,10 +146,15 @@ def residual(module: nn.Module, dual: nn.Module, other: nn.Module, lam: float, t
 @contextmanager
 def switches(tf32: bool) -> Iterator[None]:
     """PyTorch's libraries as one sets them for speed, with or without TF32; afterwards as they were."""
-    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.benchmark, cudnn.allow_tf32, cublas.allow_tf32
-    cudnn.benchmark, cudnn.allow_tf32, cublas.allow_tf32 = True, tf32, tf32
+    cudnn: Any = torch.backends.cudnn  # whose stubs know no `conv`
+    places = (cudnn.conv, torch.backends.cuda.matmul)
+    before = cudnn.benchmark, *(place.fp32_precision for place in places)
+    cudnn.benchmark = True
+    for place in places:
+        place.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
     finally:
-        cudnn.benchmark, cudnn.allow_tf32, cublas.allow_tf32 = before
+        cudnn.benchmark = before[0]
+        for place, precision in zip(places, before[1:], strict=True):
+            place.fp32_precision = precision
