@@ -223,12 +223,14 @@ def heard() -> Iterator[None]:
 
 def about_run(run: Run) -> Metrics:
     """How a result came about: all that a table of results needs beside the figures."""
+    settings = run.settings.as_toml()
+    settings["data"].pop("folder", None)  # where the images lay on this machine is nobody else's business
     return {
         "format": 1,
         "method": run.settings.method.name,
         "data": run.dataset.name,
         "seed": run.settings.seed,
-        "settings": run.settings.as_toml(),
+        "settings": settings,
         "settings_hash": settings_hash(run.settings, run.dataset, run.split),
         "split_hash": run.split.hash,
         "versions": versions(),

@@ -56,8 +56,8 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits."""
-        x = max_pool(F.relu(self.conv1(x)))
-        x = max_pool(F.relu(self.conv2(x)))
+        x = F.relu(max_pool(self.conv1(x)))  # in this order the same, and a quarter of the ReLU's work
+        x = F.relu(max_pool(self.conv2(x)))
         x = F.relu(self.hidden1(x.flatten(1)))
         z: Tensor = self.output(F.relu(self.hidden2(x)))  # (B, M)
         return z

@@ -109,20 +109,24 @@ CPU_QUICK = dataclasses.replace(
 
 
 def run(options: Options, console: Console, size: Size | None = None) -> dict[str, Any]:
-    """Measures, shows the tables, writes the file if one is named, and returns what is in it."""
+    """Measures, shows the tables, writes the file if one is named, and returns what is in it.
+
+    The file is written anew whenever there is more to write: a benchmark that is cut leaves what it had.
+    """
     device, threads = device_of(options), options.threads or available_cores()
     size = size or size_for(device, options.quick)
     if options.rounds is not None:
         require(options.rounds >= 1, f"rounds must be at least 1, got {options.rounds}")
         size = dataclasses.replace(size, rounds=options.rounds)
     bench = Bench(options, size, device, threads, teller(console))
+    report = {"format": 1, "versions": versions(), "hardware": hardware(device, threads), "note": NOTE}
     with warnings_to(console) as warnings:
-        measured = bench.measured()
-    report = {"format": 1, "versions": versions(), "hardware": hardware(device, threads)}
-    report |= measured | {"warnings": warnings, "note": NOTE}
+        for measured in bench.measured():
+            report |= measured | {"warnings": warnings}
+            if options.json is not None:
+                write_json(options.json, report)
     show(report, console)
     if options.json is not None:
-        write_json(options.json, report)
         console.print(f"figures  {options.json}", highlight=False, soft_wrap=True)
     return report
 
@@ -137,28 +141,25 @@ class Bench:
     threads: int
     tell: Callable[[str], None]
 
-    def measured(self) -> dict[str, Any]:
-        """All that is measured."""
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """All that is measured, as it grows."""
         began = time.perf_counter()
         net = self.net()
         dataset = synthetic(LIKE[self.net_name], self.size.images)
         methods = {name: self.method(name, net) for name in chosen(self.options.methods)}
         self.tell("the device's matrix peak")
         peak = matrix_peak(self.device, self.size.side, self.threads)
+        about = {"settings": self.settings(), "peak": {"flops_per_second": peak, "side": self.size.side}}
         plains = self.plains(methods, dataset)
         parts = split(dataset.y_train, clients=CLIENTS, labels="10%")
-        figures = {
-            name: self.rounds(name, method, dataset, parts, plains[name], peak)
-            for name, method in methods.items()
-        }
-        scaling = self.scaling(net, dataset) if self.options.scaling else {}
-        return {
-            "settings": self.settings(),
-            "peak": {"flops_per_second": peak, "side": self.size.side},
-            "methods": figures,
-            "scaling": scaling,
-            "seconds": time.perf_counter() - began,
-        }
+        figures: dict[str, Any] = {}
+        for name, method in methods.items():
+            figures[name] = self.rounds(name, method, dataset, parts, plains[name], peak)
+            self.tell(summed_up(name, figures[name]))
+            yield about | {"methods": figures, "scaling": {}, "seconds": time.perf_counter() - began}
+        if self.options.scaling:
+            scaling = self.scaling(net, dataset)
+            yield {"scaling": scaling, "seconds": time.perf_counter() - began}
 
     @property
     def net_name(self) -> str:
@@ -301,6 +302,12 @@ def overlapping(clients: int, samples: int, images: int) -> Split:
 
 
 # What is said
+
+
+def summed_up(name: str, figures: Mapping[str, Any]) -> str:
+    """A method's figures in a line."""
+    ratios = [f"{plain['ratio']['median']:.2f} times plain {p}" for p, plain in figures["plain"].items()]
+    return ", ".join([f"{name}: {figures['seconds']['median']:.3g} s a round", *ratios])
 
 
 def teller(console: Console) -> Callable[[str], None]:
