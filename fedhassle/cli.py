@@ -316,7 +316,7 @@ def methods() -> None:
     from fedhassle.methods import METHODS
 
     for name, method in METHODS.items():
-        console.print(f"{name:10} {first_line(method.__doc__)}", highlight=False, soft_wrap=True)
+        console.print(f"{name:16} {first_line(method.__doc__)}", highlight=False, soft_wrap=True)
 
 
 def first_line(text: str | None) -> str:

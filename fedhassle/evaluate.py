@@ -26,4 +26,4 @@ def accuracy(
         return {name: (z.argmax(1) == labels).sum() for name, z in logits.items()}
 
     found = side_by_side(hits, batches, workers)
-    return {name: sum(int(hit[name]) for hit in found) / len(y) for name in found[0]}
+    return method.report({name: sum(int(hit[name]) for hit in found) / len(y) for name in found[0]})

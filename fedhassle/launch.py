@@ -18,7 +18,7 @@ import torch
 from fedhassle.build import build_dataset, build_engine, build_method, build_net, build_split, settings_hash
 from fedhassle.config import DEVICES_OWN, Settings, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
-from fedhassle.data.partition import Split
+from fedhassle.data.partition import Split, pooled
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
@@ -141,7 +141,9 @@ def prepare(folder: Folder, device: str | None = None) -> Run:
     drawn, there = settings.clients_per_round, len(split.names)
     if drawn > there:
         raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
-    method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
+    of_run = {"rounds": settings.rounds, "share": drawn / there}
+    name, values = settings.method.name, settings.method.settings
+    method = build_method(name, values, build_net(settings, dataset), of_run)
     return Run(folder, settings, dataset, split, method)
 
 
@@ -170,7 +172,8 @@ def carry_out(run: Run, alone: bool = True) -> Iterator[Step]:
     settings = run.settings
     memory = Memory(run.folder.memory)
     engine = build_engine(settings)
-    simulator = Simulator(run.dataset, run.split, settings.seed, engine, settings.threads, memory)
+    split = pooled(run.split) if run.method.pooled else run.split
+    simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 

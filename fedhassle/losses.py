@@ -9,8 +9,17 @@ from torch import Tensor
 
 def cross_entropy(z: Tensor, y: Tensor) -> Tensor:
     """ℓ(z, y), mean over the batch; a sample with y = −1 counts as zero."""
-    each = F.cross_entropy(z, y, ignore_index=-1, reduction="none")  # (B,)
-    return each.mean()
+    return cross_entropy_each(z, y).mean()
+
+
+def cross_entropy_each(z: Tensor, y: Tensor) -> Tensor:
+    """ℓ(z, y) of each sample (B,); 0 where y = −1."""
+    return F.cross_entropy(z, y, ignore_index=-1, reduction="none")
+
+
+def soft_cross_entropy(z: Tensor, target: Tensor) -> Tensor:
+    """−Σ_m target·log softmax z, of each sample (B,); the target are probabilities (B, M)."""
+    return -(target * z.log_softmax(1)).sum(1)
 
 
 def kl_divergence(target: Tensor, z: Tensor) -> Tensor:
@@ -22,3 +31,14 @@ def hard_labels(z: Tensor, threshold: float = 0.0) -> Tensor:
     """Argmax of the logits (Eq. 5); −1 where the confidence is below `threshold`."""
     sure = z.softmax(1).amax(1) >= threshold  # of the probabilities; their argmax would have false ties
     return torch.where(sure, z.argmax(1), -1)
+
+
+def one_hot(y: Tensor, classes: int) -> Tensor:
+    """Labels as probabilities (B, M), for −1 zeros; `F.one_hot` would wait to look at the values."""
+    return (y[:, None] == torch.arange(classes, device=y.device)).float()
+
+
+def sharpen(p: Tensor, temperature: float) -> Tensor:
+    """Probabilities (B, M) to the power 1/T, normalised."""
+    power = p ** (1 / temperature)
+    return power / power.sum(1, keepdim=True)

@@ -193,6 +193,7 @@ class Method:
     momentum: float = 0.9  # Sec. 5.1
     clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
 
+    pooled: ClassVar[bool] = False  # whether all labelled data lie in one place: a reference, no federation
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
 
     def __post_init__(self) -> None:
@@ -233,6 +234,18 @@ class Method:
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Each vector: the mean over those who trained it, by samples; else unchanged (Eqs. 1, 2, 10)."""
         return state | average(updates)
+
+    def model(self, state: Arrays) -> Arrays:
+        """What of the state one takes home to predict with."""
+        return state
+
+    def report(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The accuracies that are reported, from those of the predictions."""
+        return dict(scores)
+
+    def unsent(self) -> float:
+        """Changes of an entry up to this size are sent in neither direction."""
+        return 0.0
 
     def sgd(self, decay: float = 0.0) -> SGD:
         """The optimiser of this method's descents."""

@@ -250,6 +250,11 @@ class Net:
         """f(x; w) in evaluation mode, for a vector that travels."""
         return self(*self.parts(vector), x)
 
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        """The sum over all tensors, statistics included, of ‖a − b‖, for vectors that travel."""
+        gaps = torch.split(a - b, [*self.sizes, *self.moments])
+        return torch.stack([gap.norm() for gap in gaps]).sum()
+
     def initial(self, seed: int, slot: int = 0) -> Tensor:
         """Freshly initialised vector; equal (seed, slot) give equal vectors."""
         return self.flatten(self.module(number(seed, slot, "initial")))

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from fedhassle.data.layout import Kind
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update
 from fedhassle.randomness import generator
-from fedhassle.vectors import Arrays, all_finite, size_in_bytes
+from fedhassle.vectors import Arrays, all_finite
 
 log = logging.getLogger("fedhassle")
 
@@ -65,8 +66,10 @@ def federate(
 ) -> Iterator[Round]:
     """Algorithm 1, from round `first` on; a run that is cut goes on from any state."""
     federation.rewind(first - 1)
+    told: set[Kind] = set()
     for t in range(first, plan.rounds + 1):
         clients = select(federation.clients, plan, t)
+        tell_idle(method, clients, t, told)
         asked = [client for client in clients if method.phases(client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
         replies = sound(federation.train(method, messages, t), t)
@@ -110,6 +113,9 @@ def trainable(method: Method, t: int) -> set[str]:
     return {name for phase in method.phases(Client("any", 1, 1), t) for name in phase.trained}
 
 
-def reply(update: Update, message: Arrays) -> Reply:
-    """An update with what it cost to get it."""
-    return Reply(update, size_in_bytes(message), size_in_bytes(update.arrays))
+def tell_idle(method: Method, clients: Sequence[Client], t: int, told: set[Kind]) -> None:
+    """Logs, once for each kind, that a method has no use for a kind of client."""
+    idle = {client.kind for client in clients if not method.phases(client, t)}
+    for kind in sorted(idle - told):
+        log.info("round %d: %s clients are not asked: the method has no use for them", t, kind)
+    told |= idle

@@ -216,7 +216,7 @@ def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_mode
     if last is None:
         raise RuntimeError(f"{folder.path} has no checkpoint to finish from")
     scores = final_scores(last.history)
-    write_arrays(folder.model, last.state, about_model | {"scores": scores})
+    write_arrays(folder.model, method.model(last.state), about_model | {"scores": scores})
     return {
         **about_run,
         "rounds": last.t,

@@ -14,14 +14,16 @@ from fedhassle.engine import Engine
 from fedhassle.lanes import Lanes
 from fedhassle.local import Samples, Site, Trained, there, train, visit
 from fedhassle.memory import Memory
-from fedhassle.method import Client, Method
+from fedhassle.method import Client, Method, Update
 from fedhassle.parallel import side_by_side
-from fedhassle.rounds import Reply, reply
+from fedhassle.rounds import Reply
 from fedhassle.vectors import Arrays, all_finite
+from fedhassle.wire import Arrived, sent
 
 Message = tuple[Client, Arrays]
 
 
+HELD = "\0held by "  # before the name of a client: what it is known to hold, if messages are sparse
 WRITERS = 4  # files of clients that are written at once: the disk is waited for, not a core
 
 
@@ -54,13 +56,32 @@ class Simulator:
 
     def train(self, method: Method, messages: Sequence[Message], t: int) -> list[Reply]:
         """Round t of the clients that are sent a message."""
+        down = [self._sent(method, client, message, t) for client, message in messages]
+        received = [(client, one.arrays) for (client, _), one in zip(messages, down, strict=True)]
         if self.lanes is None:
-            done = self._on_cores(method, messages, t)
+            done = self._on_cores(method, received, t)
         else:
-            done = self._on_lanes(self.lanes, method, messages, t)
+            done = self._on_lanes(self.lanes, method, received, t)
         self._keep(done, t)
         updates = {update.client.name: update for update, _ in done}
-        return [reply(updates[client.name], message) for client, message in messages]
+        return [
+            self._reply(method, updates[client.name], message, one.size, t)
+            for (client, message), one in zip(received, down, strict=True)
+        ]
+
+    def _sent(self, method: Method, client: Client, message: Arrays, t: int) -> Arrived:
+        """A message as it arrives."""
+        least = method.unsent()
+        known = self.memory.load(HELD + client.name, t, self.engine.device) if least else None
+        return sent(message, known or {}, least)
+
+    def _reply(self, method: Method, update: Update, message: Arrays, down: int, t: int) -> Reply:
+        """An update as it arrives; what both ends know then is remembered where it spares sending."""
+        up = sent(update.arrays, message, method.unsent())
+        held = message | up.arrays
+        if method.unsent() and all_finite([list(held.values())])[0]:
+            self.memory.save(HELD + update.client.name, t, held)
+        return Reply(update._replace(arrays=up.arrays), down, up.size)
 
     def _on_lanes(self, lanes: Lanes, method: Method, messages: Sequence[Message], t: int) -> list[Trained]:
         with self.engine.lowered():

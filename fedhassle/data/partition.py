@@ -254,6 +254,11 @@ def effective_classes(counts: npt.ArrayLike) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum())) if shares.size else 0.0
 
 
+def pooled(split: Split) -> Split:
+    """All labelled data at one client; what has no label is left out."""
+    return Split((np.sort(np.concatenate(split.labelled)),), (np.empty(0, np.int64),), split.notes)
+
+
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
     """One row for each client."""
     y = np.asarray(y)

@@ -8,9 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedhassle.data import strong
+
+WEAK = 3  # uniform numbers: for the flip, and where the crop lies
+
 
 class Views(NamedTuple):
-    """The views of a data set's images: `clean`, and `weak` (random flip, random crop).
+    """The views of a data set's images: `clean`; `weak` (random flip, random crop); and `strong`.
+
+    Strong is weak, then two random operations of fourteen and cutout, as in FixMatch.
 
     An augmentation draws nothing itself: it is handed `uniforms(view)` numbers in [0, 1) per image, so
     that it gives the same on every device, in the simulator and at a site, and inside a captured step.
@@ -23,14 +29,19 @@ class Views(NamedTuple):
 
     def uniforms(self, view: str) -> int:
         """How many uniform numbers an image of this view takes."""
-        known = {"clean": 0, "weak": 3}
+        known = {"clean": 0, "weak": WEAK, "strong": WEAK + strong.UNIFORMS}
         if view not in known:
-            raise ValueError(f"there is no view {view!r}: a stream takes {' or '.join(known)}")
+            *others, last = known
+            raise ValueError(f"there is no view {view!r}: a stream takes {', '.join(others)} or {last}")
         return known[view]
 
     def __call__(self, pixels: Tensor, view: str, u: Tensor) -> Tensor:
         """Pixels (B, H, W, C) uint8 and draws (B, k) -> (B, C, H, W), channels_last."""
-        return self.normalise(self.weak(pixels, u) if view == "weak" else pixels)
+        if self.uniforms(view):
+            pixels = self.weak(pixels, u)
+        if view == "strong":
+            pixels = strong.augmented(pixels, u[:, WEAK:])
+        return self.normalise(pixels)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels (B, H, W, C) -> (B, C, H, W) without a copy: NHWC memory is channels_last."""

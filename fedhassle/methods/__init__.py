@@ -1,8 +1,28 @@
 """The methods, one small file each."""
 
 from fedhassle.method import Method
+from fedhassle.methods.alone import Alone
+from fedhassle.methods.central import Central
 from fedhassle.methods.fedavg import FedAvg
+from fedhassle.methods.fedmatch import FedMatch
 from fedhassle.methods.fedprox import FedProx
+from fedhassle.methods.fixmatch import FixMatch
+from fedhassle.methods.fixmatch_global import FixMatchGlobal
 from fedhassle.methods.hassle import Hassle
+from fedhassle.methods.mixmatch import MixMatch
+from fedhassle.methods.rscfed import RSCFed
+from fedhassle.methods.sage import Sage
 
-METHODS: dict[str, type[Method]] = {"fedavg": FedAvg, "fedprox": FedProx, "hassle": Hassle}
+METHODS: dict[str, type[Method]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "mixmatch": MixMatch,
+    "fixmatch": FixMatch,
+    "fedmatch": FedMatch,
+    "rscfed": RSCFed,
+    "hassle": Hassle,
+    "fixmatch-global": FixMatchGlobal,
+    "sage": Sage,
+    "central": Central,
+    "local": Alone,
+}

@@ -1,0 +1,192 @@
+"""FedMatch (Jeong et al., ICLR 2021), with labels at the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import cross_entropy, cross_entropy_each, one_hot
+from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
+from fedhassle.nets import Net
+from fedhassle.randomness import generator
+from fedhassle.vectors import Arrays, squared_distance
+
+HELPER, PSI, OUTPUT = "helper ", "psi of ", "output of "  # names: helpers of a message; what the server keeps
+
+
+@dataclass(frozen=True)
+class FedMatch(Method):
+    """FedMatch: θ = σ + ψ, σ learns from labels, ψ from agreeing with the models of the nearest clients.
+
+    A full client trains σ, a partial one σ and ψ; an unlabelled one is idle, or trains ψ (`unlabelled=true`).
+    BatchNorm belongs to σ.
+    """
+
+    lr: float = 0.01  # at 0.1 the gradient of 10·‖σ − ψ‖² would diverge
+    momentum: float = 0.0
+    clip: float | None = 0.0  # that gradient is in the hundreds at first: a clip would drown the rest
+    confidence: float = 0.75  # below it a sample teaches nothing
+    helpers: int = 2
+    helper_rounds: int = 10  # helpers are sent every so many rounds
+    supervised_weight: float = 10.0  # λ_s
+    consistency_weight: float = 0.01  # λ_ICCS
+    sparsity_weight: float = 0.0001  # λ_L1
+    proximity_weight: float = 10.0  # λ_L2
+    first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
+    unlabelled: bool = False  # whether unlabelled clients train ψ
+    least_change: float = 5e-5  # changes up to this size are not sent, in either direction
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = (
+            "confidence",
+            "supervised_weight",
+            "consistency_weight",
+            "sparsity_weight",
+            "proximity_weight",
+        )
+        for name in (*names, "helpers", "least_change"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        require(self.helper_rounds >= 1, f"helper_rounds must be at least 1, got {self.helper_rounds}")
+
+    def networks(self) -> dict[str, Net]:
+        """σ is a network; ψ and the helpers' are vectors that are added to its kernels."""
+        return {"sigma": self.net}
+
+    def initial(self, seed: int) -> Arrays:
+        """σ^(0), and ψ^(0) as a share of it."""
+        sigma = self.net.initial(seed)
+        return {"sigma": sigma, "psi": self.first_psi * sigma[: self.net.kernels]}
+
+    def theta(self, sigma: Model, psi: Tensor) -> Model:
+        """The model σ + ψ."""
+        kernels, normalisation = torch.split(sigma.weights, [len(psi), len(sigma.weights) - len(psi)])
+        return sigma.at(torch.cat([kernels + psi, normalisation]))
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """First σ on labels, then ψ on what has none, at every step."""
+        sgd = SGD(self.lr, self.momentum, clip=self.clip or 0.0)
+        labelled, unlabelled = (
+            Stream("labelled", self.batch),
+            Stream("unlabelled", self.batch, ("weak", "strong")),
+        )
+        sigma = Descent("sigma", self.supervised, sgd)
+        if client.kind == "full":
+            return (Phase("labelled", (labelled,), (sigma,), self.epochs),)
+        if client.kind == "partial":
+            psi = Descent("psi", self.agreement, sgd)
+            return (Phase("both", (unlabelled, labelled), (sigma, psi), self.epochs),)
+        psi = Descent("psi", self.agreement_alone, sgd)
+        return (Phase("unlabelled", (unlabelled,), (psi,), self.epochs),) if self.unlabelled else ()
+
+    def supervised(self, local: Models, received: Models, *batches: Batch) -> Tensor:
+        """λ_s·ℓ(f(x; σ + ψ), y), for σ; a full client does not train ψ."""
+        labelled, psi = batches[-1], local.get("psi", received["psi"])
+        z = self.theta(local["sigma"], psi)(labelled.views[0])
+        return self.supervised_weight * cross_entropy(z, labelled.y)
+
+    def agreement(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Tensor:
+        """The loss of ψ beside σ."""
+        return self.psi_loss(local["sigma"], local["psi"], received, unlabelled)
+
+    def agreement_alone(self, local: Models, received: Models, unlabelled: Batch) -> Tensor:
+        """The loss of ψ on the σ received."""
+        return self.psi_loss(received["sigma"], local["psi"], received, unlabelled)
+
+    def psi_loss(self, sigma: Model, psi: Tensor, received: Models, unlabelled: Batch) -> Tensor:
+        """Inter-client consistency and agreement labels, λ_L1·|ψ| and λ_L2·‖σ − ψ‖²."""
+        weak, strong = unlabelled.views
+        theta = self.theta(sigma, psi)
+        z = theta(weak)  # (B, M)
+        experts = [
+            self.theta(received["sigma"], vector)(weak)
+            for name, vector in received.items()
+            if name.startswith(HELPER)
+        ]
+        sure = (z.detach().softmax(1).amax(1) >= self.confidence).float()  # (B,), a mask: shapes stay
+
+        def over_the_sure(each: Tensor) -> Tensor:
+            return (sure * each).sum() / sure.sum().clamp_min(1)
+
+        consistency = sum(
+            (over_the_sure(divergence(expert, z)) for expert in experts), torch.zeros_like(sure[0])
+        )
+        label = majority([z.detach(), *experts])
+        labelling = over_the_sure(cross_entropy_each(theta(strong), label))
+        between_clients = consistency / max(1, len(experts)) + labelling
+        distance = squared_distance(psi, sigma.weights.detach()[: len(psi)])
+        return (
+            self.consistency_weight * between_clients
+            + self.sparsity_weight * psi.abs().sum()
+            + self.proximity_weight * distance
+        )
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """σ and ψ; every tenth round also the ψ of the clients whose models are nearest to its own."""
+        sent = {"sigma": state["sigma"], "psi": state["psi"]}
+        if t % self.helper_rounds or OUTPUT + client.name not in state:
+            return sent
+        nearest = self.nearest(state, client.name)
+        return sent | {f"{HELPER}{i}": state[PSI + name] for i, name in enumerate(nearest)}
+
+    def nearest(self, state: Arrays, client: str) -> list[str]:
+        """The clients whose models' outputs on noise are nearest: what a search in a KD-tree finds."""
+        outputs = {k.removeprefix(OUTPUT): v for k, v in state.items() if k.startswith(OUTPUT)}
+        others = [name for name in outputs if name != client]
+        if not others or not self.helpers:
+            return []
+        gaps = (torch.stack([outputs[name] for name in others]) - outputs[client]).norm(dim=1).tolist()
+        order = sorted(range(len(others)), key=lambda i: gaps[i])
+        return [others[i] for i in order[: self.helpers]]
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """Plain means of σ and ψ over those who trained them; each client's ψ and output are remembered."""
+        alike = [update._replace(samples=dict.fromkeys(update.arrays, 1)) for update in updates]
+        known = {
+            key: value
+            for update in updates
+            if "psi" in update.arrays
+            for key, value in self.remembered(state, update).items()
+        }
+        return super().merge(state, alike, t, rng) | known
+
+    def remembered(self, state: Arrays, update: Update) -> Arrays:
+        """What the server keeps of a client: its ψ, and what its model makes of one fixed image of noise."""
+        sigma, psi = update.arrays.get("sigma", state["sigma"]), update.arrays["psi"]
+        noise = generator("FedMatch's noise").random((1, *self.net.shape), dtype=np.float32)
+        with torch.no_grad():
+            output = self.predict({"sigma": sigma, "psi": psi}, torch.from_numpy(noise).to(psi.device))
+        return {PSI + update.client.name: psi, OUTPUT + update.client.name: output["model"].softmax(1)[0]}
+
+    def unsent(self) -> float:
+        """Sparse communication."""
+        return self.least_change
+
+    def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
+        """f(x; σ + ψ)."""
+        sigma = Model(self.net, *self.net.parts(state["sigma"]))
+        return {"model": self.theta(sigma, state["psi"])(x)}
+
+    def model(self, state: Arrays) -> Arrays:
+        """σ and ψ, without what the server remembers of each client."""
+        return {"sigma": state["sigma"], "psi": state["psi"]}
+
+
+def divergence(target: Tensor, z: Tensor) -> Tensor:
+    """KL(softmax target ‖ softmax z) of each sample (B,)."""
+    p = target.log_softmax(1)
+    return (p.exp() * (p - z.log_softmax(1))).sum(1)
+
+
+def majority(logits: Sequence[Tensor]) -> Tensor:
+    """The class (B,) that most models vote for; of several the lowest."""
+    classes = logits[0].shape[1]
+    votes = torch.stack([one_hot(z.argmax(1), classes) for z in logits]).sum(0)  # (B, M)
+    # By rank: argmax may return any of equal ones.
+    rank = votes * classes + torch.arange(classes - 1, -1, -1, device=votes.device)
+    return rank.argmax(1)

@@ -1,0 +1,50 @@
+"""FedAvg with FixMatch (Sohn et al., 2020) on the clients that have both kinds of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import cross_entropy, hard_labels
+from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream
+from fedhassle.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class FixMatch(FedAvg):
+    """FedAvg + FixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
+
+    confidence: float = 0.95  # below it a sample gets no label
+    ratio: int = 2  # unlabelled samples for each labelled one in a step
+    weight: float = 1.0  # λ_u
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.confidence >= 0, f"confidence must be at least 0, got {self.confidence}")
+        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
+        require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """A pass over the unlabelled data is an epoch; labelled batches come round again."""
+        if client.kind != "partial":
+            return super().phases(client, t)
+        streams = (self.unlabelled(), Stream("labelled", self.batch))
+        return (Phase("both", streams, (Descent("w", self.joint, self.sgd()),), self.epochs),)
+
+    def unlabelled(self) -> Stream:
+        """The walk over the unlabelled data."""
+        return Stream("unlabelled", self.ratio * self.batch, ("weak", "strong"))
+
+    def joint(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Tensor:
+        """Cross-entropy on labels + λ_u · consistency; one forward pass, so that BatchNorm sees all."""
+        views = (*labelled.views, *unlabelled.views)
+        z, z_weak, z_strong = local["w"](torch.cat(views)).split([len(x) for x in views])
+        consistency = self.consistency(z_weak.detach(), received["w"], unlabelled.views[0], z_strong)
+        return cross_entropy(z, labelled.y) + self.weight * consistency
+
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+        """The strong view is to be what the model itself is sure that the weak one is."""
+        return cross_entropy(z_strong, hard_labels(z_weak, self.confidence))

@@ -1,0 +1,34 @@
+"""FixMatch with the labels of the global model, which makes every unlabelled client useful."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhassle.losses import cross_entropy, hard_labels
+from fedhassle.method import Batch, Client, Descent, Model, Models, Phase
+from fedhassle.methods.fixmatch import FixMatch
+
+
+@dataclass(frozen=True)
+class FixMatchGlobal(FixMatch):
+    """FixMatch with labels of the global model: unlabelled clients train too, on those labels alone."""
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """As FixMatch's, and for an unlabelled client its term alone."""
+        if client.kind != "unlabelled":
+            return super().phases(client, t)
+        descent = Descent("w", self.alone, self.sgd())
+        return (Phase("unlabelled", (self.unlabelled(),), (descent,), self.epochs),)
+
+    def alone(self, local: Models, received: Models, unlabelled: Batch) -> Tensor:
+        """The consistency of an unlabelled client."""
+        weak, strong = unlabelled.views
+        z_weak, z_strong = local["w"](torch.cat([weak, strong])).chunk(2)
+        return self.weight * self.consistency(z_weak.detach(), received["w"], weak, z_strong)
+
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+        """The strong view is to be what the model received is sure that the weak one is."""
+        return cross_entropy(z_strong, hard_labels(teacher(weak), self.confidence))

@@ -1,0 +1,72 @@
+"""FedAvg with MixMatch (Berthelot et al., 2019) on the clients that have both kinds of data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
+from fedhassle.method import Batch, Client, Models, Phase, Stream
+from fedhassle.methods.fixmatch import FixMatch
+from fedhassle.vectors import Arrays
+
+
+@dataclass(frozen=True)
+class MixMatch(FixMatch):
+    """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
+
+    ratio: int = 1
+    weight: float = 75.0  # λ_u at the end; it grows with the rounds
+    temperature: float = 0.5  # T, which sharpens guessed labels
+    alpha: float = 0.75  # of Beta(α, α), which mixes samples
+    rounds: int | None = None  # over which λ_u grows; None: those of the run
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
+        require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
+        require(self.rounds is None or self.rounds >= 1, f"rounds must be at least 1, got {self.rounds}")
+
+    def unlabelled(self) -> Stream:
+        """Two weak views of each sample: K = 2 guesses."""
+        return Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """As FixMatch's; a step on both parts draws how to mix."""
+        phases = super().phases(client, t)
+        return tuple(replace(p, draw=self.mixing) if p.name == "both" else p for p in phases)
+
+    def mixing(self, rng: np.random.Generator) -> np.ndarray:
+        """λ, and a number for each sample: their order is whom it is mixed with."""
+        share = rng.beta(self.alpha, self.alpha, 1)
+        return np.concatenate([share, rng.random(self.batch * (1 + 2 * self.ratio))])
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """The model, and how far λ_u has grown: a tensor, since it changes from round to round."""
+        share = min(1.0, t / (self.rounds or t))
+        return state | {"ramp": torch.full((1,), share, device=state["w"].device)}
+
+    def joint(  # type: ignore[override]
+        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, draw: Tensor
+    ) -> Tensor:
+        """Cross-entropy on mixed labelled samples + λ_u · squared error on mixed unlabelled ones."""
+        x, u = labelled.views[0], torch.cat(unlabelled.views)
+        guesses = local["w"]._replace(training=False)(u).detach().softmax(1).chunk(2)
+        guess = sharpen((guesses[0] + guesses[1]) / 2, self.temperature)
+        target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
+        both, target = self.mixed(torch.cat([x, u]), target, draw)
+        z = local["w"](both)  # one pass: BatchNorm sees all, so nothing need be interleaved
+        supervised = soft_cross_entropy(z[: len(x)], target[: len(x)]).mean()
+        distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
+        loss: Tensor = supervised + self.weight * received["ramp"][0] * distance
+        return loss
+
+    def mixed(self, x: Tensor, target: Tensor, draw: Tensor) -> Sequence[Tensor]:
+        """Each sample and its target, mixed with those of another: λ' = max(λ, 1 − λ) of its own."""
+        share, order = torch.maximum(draw[0], 1 - draw[0]), draw[1:].argsort()
+        return x.lerp(x[order], 1 - share), target.lerp(target[order], 1 - share)

@@ -1,0 +1,123 @@
+"""RSCFed (Liang et al., CVPR 2022): the consensus of random subsets, and teachers at unlabelled clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import cross_entropy, sharpen
+from fedhassle.method import Batch, Client, Descent, Models, Phase, Stream, Update
+from fedhassle.methods.fedavg import FedAvg
+from fedhassle.nets import Net
+from fedhassle.vectors import Arrays, mean
+
+
+@dataclass(frozen=True)
+class RSCFed(FedAvg):
+    """RSCFed: labelled data by cross-entropy, unlabelled clients by a mean teacher that each of them keeps.
+
+    A partial client trains on its labels alone, or on both parts (`partial="mixed"`).
+    """
+
+    lr: float = 0.03  # of clients with labels
+    unlabelled_lr: float = 0.021
+    unlabelled_clip: float = 5.0
+    partial: Literal["labelled_only", "mixed"] = "labelled_only"
+    consistency_weight: float = 0.02
+    temperature: float = 0.5  # T, which sharpens the teacher's probabilities
+    ema: float = 0.999  # of the teacher, reached with its steps
+    subsets: int = 3  # random subsets of a round's clients …
+    subset_size: int = 5  # … of so many
+    boost: float = 6.0  # factor on the weight of a client with labels
+    boost_mean: bool = False  # also on its weight in the mean that distances are taken from
+    beta_labelled: float = 100.0  # β of a subset that has a client with labels …
+    beta_unlabelled: float = 10_000.0  # … and of one that has none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.ema < 1, f"ema must be in [0, 1), got {self.ema}")
+        require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
+        require(self.boost > 0, f"boost must be positive, got {self.boost}")
+        for name in ("subsets", "subset_size"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("unlabelled_clip", "consistency_weight", "beta_labelled", "beta_unlabelled"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        require(self.unlabelled_lr > 0, f"unlabelled_lr must be positive, got {self.unlabelled_lr}")
+
+    def networks(self) -> dict[str, Net]:
+        """The model w and a client's teacher."""
+        return {"w": self.net, "teacher": self.net}
+
+    def has_teacher(self, client: Client) -> bool:
+        """Whether a client trains on unlabelled data."""
+        return client.kind == "unlabelled" or (client.kind == "partial" and self.partial == "mixed")
+
+    def memory(self, client: Client, message: Arrays) -> Arrays:
+        """A teacher, which begins as the model received, and how many steps it has made."""
+        if not self.has_teacher(client):
+            return {}
+        return {"teacher": message["w"], "steps": torch.zeros_like(message["w"][:1])}
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """Labels, or the teacher, or both."""
+        if not self.has_teacher(client):
+            return super().phases(client, t)
+        walk = Stream("unlabelled", self.batch, ("weak", "weak"))
+        if client.labelled:
+            return (self.taught(Descent("w", self.mixed, self.sgd()), walk, Stream("labelled", self.batch)),)
+        sgd = self.sgd()._replace(lr=self.unlabelled_lr, clip=self.unlabelled_clip)
+        return (self.taught(Descent("w", self.consistency, sgd), walk),)
+
+    def taught(self, descent: Descent, *streams: Stream) -> Phase:
+        """A walk on which the teacher follows."""
+        return Phase("unlabelled", streams, (descent,), self.epochs, then=self.teach)
+
+    def consistency(self, local: Models, received: Models, batch: Batch) -> Tensor:
+        """The model on one weak view is to agree with the sharpened teacher on another."""
+        one, other = batch.views
+        target = sharpen(local["teacher"](one).softmax(1), self.temperature)
+        gap: Tensor = (local["w"](other).softmax(1) - target).square().sum(1).mean()
+        return self.consistency_weight * gap
+
+    def mixed(self, local: Models, received: Models, batch: Batch, labelled: Batch) -> Tensor:
+        """Both losses of a partial client."""
+        supervised = cross_entropy(local["w"](labelled.views[0]), labelled.y)
+        return supervised + self.consistency(local, received, batch)
+
+    def teach(self, local: Models, received: Models) -> Models:
+        """The teacher follows the model, the slower the more steps it has made; its statistics too."""
+        keep = (1 - 1 / (local["steps"] + 1)).clamp(max=self.ema)
+        return {"teacher": local["w"].lerp(local["teacher"], keep), "steps": local["steps"] + 1}
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """The mean of the consensus of random subsets of the updates."""
+        if not updates:
+            return state
+        size = min(self.subset_size, len(updates))
+        drawn = [sorted(rng.choice(len(updates), size, replace=False)) for _ in range(self.subsets)]
+        found = [self.consensus([updates[i] for i in subset]) for subset in drawn]
+        return state | {"w": mean(found, [1.0] * len(found))}
+
+    def consensus(self, updates: Sequence[Update]) -> Tensor:
+        """Distance-reweighted averaging: w_i ∝ f_i · exp(−β·d_i/n_i), labelled clients' times `boost`."""
+        vectors = [update.arrays["w"] for update in updates]
+        sizes = [update.client.labelled + update.client.unlabelled for update in updates]  # n_i
+        labelled = [update.client.labelled > 0 for update in updates]
+        boosts = [self.boost if has else 1.0 for has in labelled]
+        first = [n * b for n, b in zip(sizes, boosts, strict=True)] if self.boost_mean else sizes
+        centre = mean(vectors, first)
+        distances = torch.stack([self.net.distance(vector, centre) for vector in vectors]).tolist()
+        beta = self.beta_labelled if any(labelled) else self.beta_unlabelled
+        # In logarithms: exp(−β·d/n) underflows.
+        logs = [
+            math.log(f) - beta * d / n + math.log(b)
+            for f, d, n, b in zip(first, distances, sizes, boosts, strict=True)
+        ]
+        return mean(vectors, [math.exp(value - max(logs)) for value in logs])

@@ -1,0 +1,35 @@
+"""SAGE (Liu et al., CVPR 2025): labels between those of the local and of the global model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import one_hot, soft_cross_entropy
+from fedhassle.method import Model
+from fedhassle.methods.fixmatch_global import FixMatchGlobal
+
+
+@dataclass(frozen=True)
+class Sage(FixMatchGlobal):
+    """SAGE: FixMatch with the label λ·local + (1 − λ)·global; λ is 1 where both are equally confident."""
+
+    halving: float = 0.05  # the difference of confidences that halves λ
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.halving > 0, f"halving must be positive, got {self.halving}")
+
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+        """Cross-entropy with the mixed label, over the samples of which either model is sure."""
+        (p, y), (q, v) = z_weak.softmax(1).max(1), teacher(weak).softmax(1).max(1)  # (B,) each
+        alike = torch.exp(-math.log(2) / self.halving * (p - q).abs())
+        share = torch.where(p >= self.confidence, alike, 0.0)[:, None]  # λ
+        classes = z_strong.shape[1]
+        target = share * one_hot(y, classes) + (1 - share) * one_hot(v, classes)
+        sure = (p >= self.confidence) | (q >= self.confidence)
+        return (soft_cross_entropy(z_strong, target) * sure).mean()
