@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedhassle.data import strong
 from fedhassle.data.views import make_views, random_crop
 
 CPU = torch.device("cpu")
@@ -96,23 +97,58 @@ def test_normalisation_is_by_channel_on_the_scale_of_one(channels):
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("view", ["clean", "weak"])
-def test_what_a_network_gets_lies_channels_last(view):
-    see, _, _ = views()
-    pixels = torch.from_numpy(images(4, 6, 9))
+def test_strong_is_weak_and_then_its_own_augmentation():
+    """Of the draws the first three are the weak view's; with all operations left out cutout remains."""
+    see, mean, std = views(crop=2)
+    pixels = images(40, 6, 9)
+    u = np.random.default_rng(2).random((40, see.uniforms("strong")), dtype=np.float32)
+    u[:, 5] = u[:, 8] = 0.5  # no operation
+    found = see(torch.from_numpy(pixels), "strong", torch.from_numpy(u)).numpy()
+    for k, image in enumerate(pixels):
+        seen = image[:, ::-1] if u[k, 0] < 0.5 else image
+        seen = cropped(seen, 2, int(u[k, 1] * 5), int(u[k, 2] * 5)).copy()
+        down, across = int(u[k, 9] * 6), int(u[k, 10] * 9)
+        seen[max(down - 1, 0) : down + 2, max(across - 1, 0) : across + 2] = 127  # half of 6 is 3
+        expected = ((seen / 255 - mean) / std).transpose(2, 0, 1)
+        np.testing.assert_allclose(found[k], expected, atol=2e-6)
+
+
+def test_strong_operates_after_flip_and_crop():
+    see, _, _ = views(crop=2)
+    pixels = torch.from_numpy(images(60, 8, 8))
+    u = torch.rand(60, see.uniforms("strong"), generator=torch.Generator().manual_seed(0))
+    seen = strong.augmented(see.weak(pixels, u[:, :3]), u[:, 3:])
+    assert torch.equal(see(pixels, "strong", u), see(seen, "clean", u[:, :0]))
+
+
+@pytest.mark.parametrize(("view", "count"), [("clean", 0), ("weak", 3), ("strong", 11)])
+def test_how_many_draws_a_view_takes(view, count):
+    assert views()[0].uniforms(view) == count
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("view", ["clean", "weak", "strong"])
+def test_what_a_network_gets_lies_channels_last(view, channels):
+    see, _, _ = views(channels)
+    pixels = torch.from_numpy(images(4, 6, 9, channels))
     x = see(pixels, view, torch.rand(4, see.uniforms(view), generator=torch.Generator().manual_seed(0)))
-    assert x.shape == (4, 3, 6, 9)
+    assert (x.shape, x.dtype) == ((4, channels, 6, 9), torch.float32)
     assert x.is_contiguous(memory_format=torch.channels_last)
+    assert x.stride() == (6 * 9 * channels, 1, 9 * channels, channels)
 
 
-def test_pixels_are_not_written_to():
+@pytest.mark.parametrize("view", ["weak", "strong"])
+def test_pixels_and_draws_are_not_written_to(view):
     see, _, _ = views()
-    pixels = torch.from_numpy(images())
-    before = pixels.clone()
-    see(pixels, "weak", torch.full((5, 3), 0.3))
-    assert torch.equal(pixels, before)
+    pixels, u = torch.from_numpy(images()), torch.full((5, see.uniforms(view)), 0.3)
+    before = pixels.clone(), u.clone()
+    see(pixels, view, u)
+    assert torch.equal(pixels, before[0]) and torch.equal(u, before[1])
 
 
 def test_an_unknown_view_is_named_with_those_there_are():
-    with pytest.raises(ValueError, match="no view 'strnog': a stream takes clean or weak"):
-        make_views((0.0,), (1.0,), True, 4, CPU).uniforms("strnog")
+    see = make_views((0.0,), (1.0,), True, 4, CPU)
+    pixels = torch.from_numpy(images(channels=1))
+    for ask in (lambda: see.uniforms("strnog"), lambda: see(pixels, "strnog", torch.zeros(5, 11))):
+        with pytest.raises(ValueError, match="no view 'strnog': a stream takes clean, weak or strong"):
+            ask()
