@@ -39,6 +39,5 @@ def one_hot(y: Tensor, classes: int) -> Tensor:
 
 
 def sharpen(p: Tensor, temperature: float) -> Tensor:
-    """Probabilities (B, M) to the power 1/T, normalised."""
-    power = p ** (1 / temperature)
-    return power / power.sum(1, keepdim=True)
+    """Probabilities (B, M) to the power 1/T, normalised; in logarithms, since a power may underflow."""
+    return (p.log() / temperature).softmax(1)

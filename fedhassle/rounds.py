@@ -70,7 +70,7 @@ def federate(
     for t in range(first, plan.rounds + 1):
         clients = select(federation.clients, plan, t)
         tell_idle(method, clients, t, told)
-        asked = [client for client in clients if method.phases(client, t)]
+        asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
         replies = sound(federation.train(method, messages, t), t)
         updates = [reply.update for reply in replies]
@@ -115,7 +115,12 @@ def trainable(method: Method, t: int) -> set[str]:
 
 def tell_idle(method: Method, clients: Sequence[Client], t: int, told: set[Kind]) -> None:
     """Logs, once for each kind, that a method has no use for a kind of client."""
-    idle = {client.kind for client in clients if not method.phases(client, t)}
+    idle = {client.kind for client in clients if not takes_part(method, client, t)}
     for kind in sorted(idle - told):
-        log.info("round %d: %s clients are not asked: the method has no use for them", t, kind)
+        log.info("round %d: %s clients are not asked: the method has no use for them here", t, kind)
     told |= idle
+
+
+def takes_part(method: Method, client: Client, t: int) -> bool:
+    """Whether a client holds anything that round t trains on."""
+    return bool(client.labelled + client.unlabelled and method.phases(client, t))

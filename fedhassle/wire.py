@@ -31,7 +31,7 @@ def sent(arrays: Arrays, known: Arrays, least: float) -> Arrived:
         if before is None or before.shape != vector.shape:
             made[name], total = vector, total + whole
             continue
-        changed = (vector - before).abs() > least
+        changed = ~((vector - before).abs() <= least)  # NaN is a change
         short = int(changed.sum()) * (vector.element_size() + INDEX)  # one synchronisation with the device
         made[name] = torch.where(changed, vector, before) if short < whole else vector
         total += min(short, whole)

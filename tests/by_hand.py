@@ -3,6 +3,9 @@
 The networks are linear, f(x; w) = W·x + b with w = (W, b) in one vector, so that f is a matrix product and
 its gradient is by hand: with G the gradient of a loss by the logits (B, M), ∂W = Gᵀ·X and ∂b = Σ_i G_i.
 Each is filled up to a multiple of eight entries: the 36 of W take the room of 40, the 4 of b that of 8.
+
+Where BatchNorm matters, each pixel is normalised before that: x̂ = g·(x − m)/√(v + 10⁻⁵) + h. Then W and b are
+followed by g and h and, as statistics, by the running m and v, nine entries in a room of 16 each.
 """
 
 import numpy as np
@@ -14,6 +17,7 @@ from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
 
 B, M, D = 6, 4, 9  # batch, classes, pixels of a 3×3 image
 NET = small.net(small.Linear, side=3)
+NORMED = small.net(small.Normed, side=3)
 SIDES = pytest.mark.parametrize("side", [SUPERVISED, UNSUPERVISED], ids=["S", "U"])
 
 
@@ -32,6 +36,29 @@ def flat(W, b):
     return np.concatenate([W.reshape(-1), np.zeros(4), b, np.zeros(4)])
 
 
+def normed(x, w, statistics=None):
+    """The logits of the network with BatchNorm: by the batch's own moments, or by the statistics."""
+    x, (g, h) = x.reshape(len(x), D), (w[48:57], w[64:73])
+    m, v = (x.mean(0), x.var(0)) if statistics is None else (statistics[:9], statistics[16:25])
+    return f((g * (x - m) / np.sqrt(v + 1e-5) + h).reshape(-1, 1, 3, 3), w)
+
+
+def moved(statistics, x):
+    """The statistics after a pass in training: a tenth of the way to the batch's (unbiased) moments."""
+    x, now = x.reshape(len(x), D), statistics.copy()
+    now[:9] += 0.1 * (x.mean(0) - now[:9])
+    now[16:25] += 0.1 * (x.var(0, ddof=1) - now[16:25])
+    return now
+
+
+def normed_vector(rng):
+    """Weights and statistics of the network with BatchNorm, drawn at random."""
+    room = np.zeros(7)
+    weights = [flat(rng.normal(size=(M, D)), rng.normal(size=M)), rng.uniform(0.5, 2, D), room]
+    statistics = [rng.normal(size=D), room, rng.uniform(0.5, 2, D), room]
+    return np.concatenate([*weights, rng.normal(size=D), room]), np.concatenate(statistics)
+
+
 def pull_back(x, G):
     """The gradient by w of a loss whose gradient by the logits is G."""
     return flat(G.T @ x.reshape(len(x), D), G.sum(0))
@@ -44,8 +71,22 @@ def ce(z, y):
 
 
 def ce_gradient(z, y):
-    one_hot = np.array([[float(y[i] == m) for m in range(z.shape[1])] for i in range(len(y))])
-    return (softmax(z) - one_hot) * (y >= 0)[:, None] / len(y)
+    return (softmax(z) - one_hot(y, z.shape[1])) * (y >= 0)[:, None] / len(y)
+
+
+def one_hot(y, classes=M):
+    return np.array([[float(y[i] == m) for m in range(classes)] for i in range(len(y))])
+
+
+def soft_ce(z, target):
+    """−Σ_m target_m·log softmax(z)_m of each sample."""
+    p = softmax(z)
+    return np.array([-sum(target[i, m] * np.log(p[i, m]) for m in range(p.shape[1])) for i in range(len(p))])
+
+
+def labels_of(z, confidence):
+    """The argmax, −1 where the largest probability is below the confidence."""
+    return np.where(softmax(z).max(1) >= confidence, z.argmax(1), -1)
 
 
 def kl(p, q):

@@ -63,6 +63,18 @@ class ConvNet(nn.Module):
         return self.output(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Normed(nn.Module):
+    """BatchNorm of each pixel, then linear: the smallest network in which samples of a batch meet."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(int(np.prod(shape)))
+        self.output = nn.Linear(int(np.prod(shape)), classes)
+
+    def forward(self, x):
+        return self.output(self.norm(x.flatten(1)))
+
+
 class NoisyNet(nn.Module):
     """A linear network behind dropout, with an integer buffer that is a constant."""
 

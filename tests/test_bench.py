@@ -336,12 +336,12 @@ def numbers(value):
 def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     console = Console(file=io.StringIO(), width=100)
     path, before = tmp_path / "made" / "speed.json", torch.get_num_threads()
-    options = Options(methods=("all",), device="cpu", threads=1, json=path)
+    options = Options(methods=tuple(LOSSES), device="cpu", threads=1, json=path)
     report = run(options, console, TINY)
     assert torch.get_num_threads() == before
     assert small.strict(path.read_text("utf-8")) == report
     assert all(math.isfinite(value) for value in numbers(report))
-    assert report["methods"].keys() == METHODS.keys() and report["warnings"] == []
+    assert report["methods"].keys() == LOSSES.keys() and report["warnings"] == []
     assert report["versions"]["torch"] == torch.__version__ and report["hardware"]["threads"] == 1
     assert report["settings"]["size"]["images"] == 200 and report["settings"]["net"] == "lenet"
     assert report["peak"]["flops_per_second"] > 0
@@ -363,6 +363,14 @@ def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     shown = console.file.getvalue()
     for word in ("hassle: the plain loop, fp32", "seconds a round", "by clients there are", str(path.name)):
         assert word in shown
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in LOSSES])
+def test_every_other_method_can_be_measured(name):
+    """Clients of different kinds may have different phases: each has its cost."""
+    options = Options(methods=(name,), device="cpu", threads=1, rounds=1, scaling=False)
+    report = run(options, Console(file=io.StringIO()), TINY)
+    assert report["methods"].keys() == {name} and report["methods"][name]["seconds"]["min"] > 0
 
 
 def test_rounds_of_the_options_come_first_and_scaling_can_be_left_out():

@@ -10,7 +10,10 @@ from small import LIMIT, call, environment
 def test_methods_are_listed_one_a_line():
     code, out, err = call("methods")
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()] == ["fedavg", "fedprox", "hassle"]
+    assert [line.split()[0] for line in out.splitlines()] == [
+        *("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle"),
+        *("fixmatch-global", "sage", "central", "local"),
+    ]
     assert all(len(line.split()) > 4 for line in out.splitlines())
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import small
 import torch
@@ -41,6 +42,18 @@ METHODS_AND_SETTINGS = pytest.mark.parametrize(
         ("hassle", {"proximity": "norm"}),
     ],
     ids=["fedavg", "fedprox", "hassle", "hassle online", "hassle norm"],
+)
+RIVALS = pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mixmatch", {"rounds": 3}),
+        ("fixmatch", {"confidence": 0.3}),
+        ("fedmatch", {"confidence": 0.3, "helper_rounds": 2, "unlabelled": True}),
+        ("rscfed", {"partial": "mixed"}),
+        ("fixmatch-global", {"confidence": 0.3}),
+        ("sage", {"confidence": 0.3, "halving": 0.3}),
+    ],
+    ids=["mixmatch", "fixmatch", "fedmatch", "rscfed", "fixmatch-global", "sage"],
 )
 NETWORKS = pytest.mark.parametrize(
     ("build", "side", "width"),
@@ -378,6 +391,27 @@ def test_traced_steps_serve_clients_and_rounds(traced):
     assert traced
 
 
+@RIVALS
+def test_traced_steps_of_rivals_serve_all_kinds_of_clients(name, settings, traced):
+    """Two rounds with what clients keep; FedMatch's second brings helpers, MixMatch's a larger weight."""
+    method, lanes = made(name, **settings), small_lanes(compile=True)
+    sites = [site(unlabelled=0, name="full"), site(name="partial"), site(labelled=0, name="unlabelled")]
+    sites.append(site(labelled=5, unlabelled=9, name="another"))
+    state, memory, names = method.initial(0), {}, []
+    for t in (1, 2):
+        asked = [here for here in sites if method.phases(here.client, t)]
+        sent = [(here, method.message(state, here.client, t), memory.get(here.client.name)) for here in asked]
+        found = lanes.train([visit(method, here, message, kept, t, 0) for here, message, kept in sent])
+        expected = [train(method, here, message, kept, t, 0) for here, message, kept in sent]
+        for (update, kept), (its, before) in zip(found, expected, strict=True):
+            assert small.same(update.arrays, its.arrays) and small.same(update.losses, its.losses)
+            assert small.same(kept, before)
+        memory = {update.client.name: kept for update, kept in expected if kept}
+        state = method.merge(state, [update for update, _ in expected], t, np.random.default_rng(t))
+        names.append({name for _, message, _ in sent for name in message})
+    assert traced and (names[0] != names[1]) == (name == "fedmatch")
+
+
 def assert_traced_is_eager(method, sites, rounds):
     """On lanes that replay traced steps, each client ends in the bits of training it step by step."""
     lanes, state = small_lanes(compile=True), method.initial(0)
@@ -478,6 +512,11 @@ def quick_compiler(monkeypatch):
 
 @METHODS_AND_SETTINGS
 def test_every_step_compiles_and_is_the_eager_one(name, settings, quick_compiler):
+    assert_compiled_is_eager(made(name, **settings), site())
+
+
+@RIVALS
+def test_every_step_of_rivals_compiles_and_is_the_eager_one(name, settings, quick_compiler):
     assert_compiled_is_eager(made(name, **settings), site())
 
 

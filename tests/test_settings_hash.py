@@ -1,7 +1,9 @@
 """The hash of settings: equal for runs that differ in seed and machine alone."""
 
 import dataclasses
+import typing
 
+import pytest
 import small
 import torch
 from small import resolved
@@ -54,6 +56,30 @@ def test_the_hash_changes_with_every_other_setting():
     assert fields <= {word.partition("=")[0] for word in words}  # a new setting belongs into this list
     hashes = [hash_of(dataset), *(hash_of(dataset, word) for word in words)]
     assert len(set(hashes)) == len(hashes)
+
+
+def changed(hint, default):
+    """A word for another value of a field."""
+    kinds = typing.get_args(hint)
+    if hint is bool:
+        return str(not default).lower()
+    if typing.get_origin(hint) is typing.Literal:
+        return next(kind for kind in kinds if kind != default)
+    return "7" if int in (hint, *kinds) else "0.3125"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_hash_changes_with_every_setting_of_every_method(name):
+    dataset, hints = small.dataset(), typing.get_type_hints(METHODS[name])
+    fields = [field for field in dataclasses.fields(METHODS[name]) if field.name != "net"]
+    words = [f"method.{field.name}={changed(hints[field.name], field.default)}" for field in fields]
+    hashes = [hash_of(dataset, f"method={name}", *word) for word in ((), *((word,) for word in words))]
+    assert len(set(hashes)) == len(fields) + 1
+
+
+def test_the_hash_knows_methods_apart():
+    dataset = small.dataset()
+    assert len({hash_of(dataset, f"method={name}") for name in METHODS}) == len(METHODS)
 
 
 def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):

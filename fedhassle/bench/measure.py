@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedhassle.bench.counterparts import counterpart
 from fedhassle.bench.figures import Spread, Timed, spread
 from fedhassle.bench.plain import Images, Trainer, switches, walk
-from fedhassle.local import Samples, Site, advance, draw, prepare, visit
+from fedhassle.local import Job, Samples, Site, advance, draw, prepare, visit
 from fedhassle.method import Client, Method, Phase
 from fedhassle.rounds import Plan, Round, federate
 from fedhassle.simulator import Simulator
@@ -106,8 +106,14 @@ class PlainLoop(NamedTuple):
 
 
 def phases(method: Method, t: int = FIRST + 1) -> tuple[Phase, ...]:
-    """All that a client does which holds data of both kinds."""
-    return method.phases(Client("any", 1, 1), t)
+    """All that clients do, of whatever kind; a name stands for one phase."""
+    found = {phase.name: phase for client in kinds(1) for phase in method.phases(client, t)}
+    return tuple(found.values())
+
+
+def kinds(n: int) -> list[Client]:
+    """A client of each kind, with so many samples of a part."""
+    return [Client("any", n, n), Client("any", n, 0), Client("any", 0, n)]
 
 
 # Our rounds
@@ -182,20 +188,27 @@ def flops_of_step(method: Method, simulator: Simulator, t: int = FIRST + 1) -> d
     They are those of the method itself, in full precision: what a faster way to run it adds (padding) or
     leaves out does not count.
     """
-    n = min(method.batch, len(simulator.y))
-    rows = torch.arange(n, device=simulator.y.device)
+    rows = torch.arange(min(method.batch, len(simulator.y)), device=simulator.y.device)
     y = simulator.y[rows]
-    site = Site(Client("any", n, n), Samples(simulator.images, rows, y, rows, y), simulator.views)
     state = {k: v.to(rows.device) for k, v in method.initial(0).items()}
-    planned = visit(method, site, method.message(state, site.client, t), None, t, 0)
-    found = {}
-    for job in planned.jobs:
-        buffers = prepare(job, job.message | planned.kept, planned.kept)
-        course = draw(job).between(0, 1)
-        with FlopCounterMode(display=False) as counter:
-            advance(job, buffers, course)
-        found[job.phase.name] = float(counter.get_total_flops())
+    found: dict[str, float] = {}
+    for client in kinds(len(rows)):
+        labelled, unlabelled = (rows[: client.count(part)] for part in ("labelled", "unlabelled"))
+        samples = Samples(simulator.images, labelled, y[: len(labelled)], unlabelled, y[: len(unlabelled)])
+        site = Site(client, samples, simulator.views)
+        planned = visit(method, site, method.message(state, client, t), None, t, 0)
+        for job in planned.jobs:
+            if job.phase.name not in found:
+                found[job.phase.name] = flops_of(job, planned.kept)
     return found
+
+
+def flops_of(job: Job, kept: Arrays) -> float:
+    """FLOPs of the first step of a job."""
+    buffers, course = prepare(job, job.message | kept, kept), draw(job).between(0, 1)
+    with FlopCounterMode(display=False) as counter:
+        advance(job, buffers, course)
+    return float(counter.get_total_flops())
 
 
 def samples_of_step(method: Method) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, cross_entropy_each, one_hot
-from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
+from fedhassle.method import Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
 from fedhassle.nets import Net
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, squared_distance
@@ -21,10 +21,10 @@ HELPER, PSI, OUTPUT = "helper ", "psi of ", "output of "  # names: helpers of a 
 
 @dataclass(frozen=True)
 class FedMatch(Method):
-    """FedMatch: θ = σ + ψ, σ learns from labels, ψ from agreeing with the models of the nearest clients.
+    """FedMatch: θ = σ + ψ; full clients train σ on labels, partial ones also ψ; unlabelled ones are idle.
 
-    A full client trains σ, a partial one σ and ψ; an unlabelled one is idle, or trains ψ (`unlabelled=true`).
-    BatchNorm belongs to σ.
+    ψ learns by agreeing with the models of the nearest clients. With `unlabelled=true` unlabelled clients
+    train it too. BatchNorm belongs to σ.
     """
 
     lr: float = 0.01  # at 0.1 the gradient of 10·‖σ − ψ‖² would diverge
@@ -52,6 +52,8 @@ class FedMatch(Method):
         )
         for name in (*names, "helpers", "least_change"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        require(self.helpers <= 1000, f"helpers must be at most 1,000, got {self.helpers}")
+        require(0 <= self.first_psi <= 1, f"first_psi must be in [0, 1], got {self.first_psi}")
         require(self.helper_rounds >= 1, f"helper_rounds must be at least 1, got {self.helper_rounds}")
 
     def networks(self) -> dict[str, Net]:
@@ -70,7 +72,7 @@ class FedMatch(Method):
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """First σ on labels, then ψ on what has none, at every step."""
-        sgd = SGD(self.lr, self.momentum, clip=self.clip or 0.0)
+        sgd = self.sgd()
         labelled, unlabelled = (
             Stream("labelled", self.batch),
             Stream("unlabelled", self.batch, ("weak", "strong")),
@@ -141,7 +143,7 @@ class FedMatch(Method):
         if not others or not self.helpers:
             return []
         gaps = (torch.stack([outputs[name] for name in others]) - outputs[client]).norm(dim=1).tolist()
-        order = sorted(range(len(others)), key=lambda i: gaps[i])
+        order = sorted(range(len(others)), key=lambda i: (gaps[i], others[i]))
         return [others[i] for i in order[: self.helpers]]
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:

@@ -46,7 +46,8 @@ class RSCFed(FedAvg):
         require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
         require(self.boost > 0, f"boost must be positive, got {self.boost}")
         for name in ("subsets", "subset_size"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(1 <= value <= 10_000, f"{name} must be from 1 to 10,000, got {value}")
         for name in ("unlabelled_clip", "consistency_weight", "beta_labelled", "beta_unlabelled"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
         require(self.unlabelled_lr > 0, f"unlabelled_lr must be positive, got {self.unlabelled_lr}")
@@ -71,13 +72,14 @@ class RSCFed(FedAvg):
             return super().phases(client, t)
         walk = Stream("unlabelled", self.batch, ("weak", "weak"))
         if client.labelled:
-            return (self.taught(Descent("w", self.mixed, self.sgd()), walk, Stream("labelled", self.batch)),)
+            streams = (walk, Stream("labelled", self.batch))
+            return (self.taught("both", streams, Descent("w", self.mixed, self.sgd())),)
         sgd = self.sgd()._replace(lr=self.unlabelled_lr, clip=self.unlabelled_clip)
-        return (self.taught(Descent("w", self.consistency, sgd), walk),)
+        return (self.taught("unlabelled", (walk,), Descent("w", self.consistency, sgd)),)
 
-    def taught(self, descent: Descent, *streams: Stream) -> Phase:
+    def taught(self, name: str, streams: tuple[Stream, ...], descent: Descent) -> Phase:
         """A walk on which the teacher follows."""
-        return Phase("unlabelled", streams, (descent,), self.epochs, then=self.teach)
+        return Phase(name, streams, (descent,), self.epochs, then=self.teach)
 
     def consistency(self, local: Models, received: Models, batch: Batch) -> Tensor:
         """The model on one weak view is to agree with the sharpened teacher on another."""

@@ -16,7 +16,10 @@ from fedhassle.methods.fixmatch_global import FixMatchGlobal
 
 @dataclass(frozen=True)
 class Sage(FixMatchGlobal):
-    """SAGE: FixMatch with the label λ·local + (1 − λ)·global; λ is 1 where both are equally confident."""
+    """SAGE: FixMatch with labels between the local and the global model's; unlabelled clients train too.
+
+    A label is λ·local + (1 − λ)·global, λ = 1 where both are equally confident.
+    """
 
     halving: float = 0.05  # the difference of confidences that halves λ
 

@@ -1,0 +1,244 @@
+"""What every method that is shipped must do, whatever it trains."""
+
+import dataclasses
+import logging
+import typing
+
+import numpy as np
+import pytest
+import small
+import torch
+from small import call, metrics_of, resolved, tensors_of
+from test_lanes import assert_lanes_train_as_eagerly, clients, pool
+
+import fedhassle
+from fedhassle.build import build_method
+from fedhassle.data.layout import PAPER
+from fedhassle.data.partition import pooled, split
+from fedhassle.errors import UserError
+from fedhassle.evaluate import accuracy
+from fedhassle.launch import reopen
+from fedhassle.method import Client
+from fedhassle.methods import METHODS
+from fedhassle.rounds import Plan, federate, takes_part
+from fedhassle.simulator import Simulator
+
+EVERY = pytest.mark.parametrize("name", METHODS)
+# Settings with which few steps on small networks use all that a method has.
+TELLING = {
+    "mixmatch": {"rounds": 4},
+    "fixmatch": {"confidence": 0.3},
+    "fedmatch": {"confidence": 0.3, "helper_rounds": 2, "least_change": 0.001, "unlabelled": True},
+    "rscfed": {"subsets": 2, "subset_size": 3, "partial": "mixed"},
+    "hassle": {"residual_steps": 2},
+    "fixmatch-global": {"confidence": 0.3},
+    "sage": {"confidence": 0.3, "halving": 0.3},
+    "central": {"share": 0.5},
+}
+TEACHERS = {"rscfed"}  # whose clients keep something between rounds
+SPARSE = {"fedmatch"}  # whose messages are sparse, so that it is kept what a client holds
+
+
+def made(name, **settings):
+    return METHODS[name](net=small.net(), **{"batch": 8, "epochs": 1, **TELLING.get(name, {}), **settings})
+
+
+def words_of(name):
+    written = {key: str(value).lower() for key, value in TELLING.get(name, {}).items()}
+    return [f"method={name}", *(f"method.{key}={value}" for key, value in written.items())]
+
+
+# Layouts
+
+
+@pytest.fixture(scope="module")
+def data():
+    return small.dataset(train=400)
+
+
+@pytest.mark.parametrize("labels", PAPER)
+@EVERY
+def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
+    """Twenty clients of twenty samples, eight a round: something moves, and all of it stays finite."""
+    method = made(name)
+    parts = split(data.y_train, labels=labels, kind="iid", seed=1)
+    kinds = {"full": 0, "partial": 0, "unlabelled": 0}
+    simulator = Simulator(data, pooled(parts) if method.pooled else parts, 0, small.ENGINE)
+    for client in simulator.clients:
+        kinds[client.kind] += 1
+    if not method.pooled:
+        assert tuple(kinds.values()) == PAPER[labels][:3]
+    start = method.initial(0)
+    *_, last = federate(method, simulator, Plan(3, 8, 0), start)
+    assert all(torch.isfinite(vector).all() for vector in last.state.values())
+    trained = method.model(last.state)
+    assert any(k not in start or not torch.equal(v, start[k]) for k, v in trained.items())
+    images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
+    scores = accuracy(method, last.state, images, y, simulator.views)
+    assert method.headline in scores and all(0 <= score <= 1 for score in scores.values())
+
+
+IDLE = {  # by hand, from what the methods say of themselves, with the settings that they have by default
+    **dict.fromkeys(("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "local"), ("unlabelled",)),
+    **dict.fromkeys(("rscfed", "hassle", "fixmatch-global", "sage", "central"), ()),
+}
+
+
+@EVERY
+def test_the_kinds_of_clients_that_it_has_no_use_for_are_logged_once(name, caplog):
+    short = {"residual_steps": 1} if name == "hassle" else {}
+    method = METHODS[name](net=small.net(), batch=32, epochs=1, **short)
+    parts = pooled(small.SPLIT) if method.pooled else small.SPLIT
+    simulator = Simulator(small.dataset(), parts, 0, small.ENGINE)
+    with caplog.at_level(logging.INFO, "fedhassle"):
+        rounds = list(federate(method, simulator, Plan(3, 6, 0), method.initial(0)))
+    told = [record.getMessage() for record in caplog.records if "not asked" in record.getMessage()]
+    assert told == [
+        f"round 1: {kind} clients are not asked: the method has no use for them here" for kind in IDLE[name]
+    ]
+    asked = {reply.update.client.kind for done in rounds for reply in done.replies}
+    there = {client.kind for client in simulator.clients}
+    assert asked == there - set(IDLE[name])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_client_that_holds_nothing_is_not_asked(name):
+    """A split in a file may have one; a walk over no samples cannot be drawn."""
+    method = made(name)
+    assert not takes_part(method, Client("nobody", 0, 0), 1)
+    assert takes_part(method, Client("someone", 1, 1), 1)
+
+
+# Engines
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("fedavg", "fedprox", "hassle")])
+def test_its_steps_on_lanes_are_those_one_by_one(name, count, global_randomness):
+    """Bit for bit, three rounds with what clients keep; the others are in `test_lanes`."""
+    method = made(name, epochs=2)
+    state = assert_lanes_train_as_eagerly(pool(count), method, clients()[:3], rounds=3)
+    assert not small.same(method.model(state), method.model(method.initial(0)))
+
+
+# Runs
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def run(request, without_residuals, tmp_path_factory):
+    """The name of a method, the words of a run of four rounds, and its folder."""
+    name = request.param
+    words = [*without_residuals, *words_of(name)]
+    folder = tmp_path_factory.mktemp("runs") / name
+    code, _, err = call("run", *words, "--out", folder)
+    assert (code, err) == (0, "")
+    return name, words, folder
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_run_that_is_cut_ends_in_the_same_bits(rounds, run, tmp_path):
+    name, words, whole = run
+    small.cut(words, tmp_path / "run", rounds)
+    assert call("resume", tmp_path / "run")[0] == 0
+    small.assert_same_result(tmp_path / "run", whole)
+    assert bool(small.kept_by(whole)) == (name in TEACHERS | SPARSE)
+
+
+def test_its_model_predicts_what_the_evaluation_said(run, images):
+    """Of clients by themselves it said the mean of their accuracies."""
+    name, _, folder = run
+    with np.load(images) as file:
+        x, y = file["x_test"], file["y_test"]
+    model = fedhassle.load(folder / "model.safetensors")
+    said = metrics_of(folder)[-1]["accuracy"]
+    assert model.state.keys() == tensors_of(folder / "model.safetensors").keys()
+
+    def right(mode):
+        return float((model.predict(x, mode=mode).classes == y).mean())
+
+    if name == "local":
+        owners = [key.removeprefix("w of ") for key in model.state if key != "w"]
+        assert said == {"mean": pytest.approx(sum(map(right, owners)) / len(owners))} and len(owners) > 1
+    else:
+        assert said == {mode: right(mode) for mode in said}
+    probabilities = model.predict(x).probabilities
+    np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-5)
+
+
+def test_its_model_is_no_larger_than_what_predicts(run):
+    """Nothing that the server remembers of single clients, and nothing of rounds past, but for HASSLE's."""
+    name, _, folder = run
+    expected = {
+        "fedmatch": {"sigma", "psi"},
+        "hassle": {"w_S", "w_U", "r_US", "r_SU", "w_S_before", "w_U_before"},
+        "local": {"w", *(f"w of client {k}" for k in (1, 2, 3))},
+    }
+    assert tensors_of(folder / "model.safetensors").keys() <= expected.get(name, {"w"})
+
+
+def test_what_a_method_leaves_open_is_the_runs():
+    """`rounds` and `share` are filled in where they are None, and only there; others have no such fields."""
+    of_run = {"rounds": 30, "share": 0.4}
+    for name in METHODS:
+        values = resolved(f"method={name}").method.settings
+        method = build_method(name, values, small.net(), of_run)
+        assert getattr(method, "rounds", 30) == 30 and getattr(method, "share", 0.4) == 0.4
+        assert hasattr(method, "rounds") == (name == "mixmatch") and hasattr(method, "share") == (
+            name == "central"
+        )
+    given = resolved("method=mixmatch", "method.rounds=7").method.settings
+    assert build_method("mixmatch", given, small.net(), of_run).rounds == 7
+    assert build_method("mixmatch", resolved("method=mixmatch").method.settings, small.net()).rounds is None
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "share", 4 / 6)])
+def test_a_run_fills_in_what_a_method_leaves_open(name, field, value, without_residuals, tmp_path):
+    """Four rounds, four clients of six a round."""
+    small.cut([*without_residuals, f"method={name}"], tmp_path / "run", 1)
+    assert getattr(reopen(tmp_path / "run").method, field) == value
+
+
+# Settings
+
+
+def numeric(name):
+    """The fields of a method that are numbers."""
+    hints = typing.get_type_hints(METHODS[name])
+    fields = [f.name for f in dataclasses.fields(METHODS[name])]
+    plain = {field: set(typing.get_args(hints[field])) or {hints[field]} for field in fields}
+    return [field for field, kinds in plain.items() if kinds & {int, float} and bool not in kinds]
+
+
+FREE = {("fedmatch", "first_psi")}  # any number will do
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in METHODS for field in numeric(name)])
+def test_a_wrong_number_is_an_error_that_names_the_setting(name, field):
+    def build(value):
+        settings = resolved(f"method={name}", f"method.{field}={value}").method
+        return build_method(settings.name, settings.settings, small.net())
+
+    for value in ("many", "nan", "inf", *(() if (name, field) in FREE else ("-1",))):
+        with pytest.raises(UserError, match=rf"^method\.{field}\b"):
+            build(value)
+
+
+@EVERY
+def test_a_slip_in_its_name_is_answered_with_the_right_one(name):
+    for slip in (name[:-1], name.upper()):
+        with pytest.raises(UserError, match=f"unknown method '{slip}', did you mean '{name}'"):
+            resolved(f"method={slip}")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("central", "local")])
+def test_its_first_line_says_what_becomes_of_unlabelled_clients(name):
+    """It is what `fedhassle methods` shows."""
+    first = METHODS[name].__doc__.splitlines()[0]
+    assert "unlabelled" in first
+    assert first.endswith(".") and len(first) <= 110 and first in call("methods")[1]
+
+
+@pytest.mark.parametrize("name", ["central", "local"])
+def test_a_reference_says_that_it_is_one(name):
+    first = METHODS[name].__doc__.splitlines()[0]
+    assert first.startswith("A reference: ") and "label" in first and first in call("methods")[1]
