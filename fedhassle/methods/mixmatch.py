@@ -12,15 +12,14 @@ from torch import Tensor
 from fedhassle.errors import require
 from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
 from fedhassle.method import Batch, Client, Models, Phase, Stream
-from fedhassle.methods.fixmatch import FixMatch
+from fedhassle.methods.both import BothParts
 from fedhassle.vectors import Arrays
 
 
 @dataclass(frozen=True)
-class MixMatch(FixMatch):
+class MixMatch(BothParts):
     """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
-    ratio: int = 1
     weight: float = 75.0  # λ_u at the end; it grows with the rounds
     temperature: float = 0.5  # T, which sharpens guessed labels
     alpha: float = 0.75  # of Beta(α, α), which mixes samples
@@ -36,10 +35,9 @@ class MixMatch(FixMatch):
         """Two weak views of each sample: K = 2 guesses."""
         return Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))
 
-    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """As FixMatch's; a step on both parts draws how to mix."""
-        phases = super().phases(client, t)
-        return tuple(replace(p, draw=self.mixing) if p.name == "both" else p for p in phases)
+    def on_both(self) -> Phase:
+        """The walk of a partial client; each step draws how to mix."""
+        return replace(super().on_both(), draw=self.mixing)
 
     def mixing(self, rng: np.random.Generator) -> np.ndarray:
         """λ, and a number for each sample: their order is whom it is mixed with."""
@@ -51,15 +49,15 @@ class MixMatch(FixMatch):
         share = min(1.0, t / (self.rounds or t))
         return state | {"ramp": torch.full((1,), share, device=state["w"].device)}
 
-    def joint(  # type: ignore[override]
-        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, draw: Tensor
+    def joint(
+        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, *draws: Tensor
     ) -> Tensor:
         """Cross-entropy on mixed labelled samples + λ_u · squared error on mixed unlabelled ones."""
         x, u = labelled.views[0], torch.cat(unlabelled.views)
         guesses = local["w"]._replace(training=False)(u).detach().softmax(1).chunk(2)
         guess = sharpen((guesses[0] + guesses[1]) / 2, self.temperature)
         target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
-        both, target = self.mixed(torch.cat([x, u]), target, draw)
+        both, target = self.mixed(torch.cat([x, u]), target, *draws)
         z = local["w"](both)  # one pass: BatchNorm sees all, so nothing need be interleaved
         supervised = soft_cross_entropy(z[: len(x)], target[: len(x)]).mean()
         distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
