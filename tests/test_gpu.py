@@ -24,6 +24,9 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
+PAIRS = [(name, small.ConvNet) for name in METHODS]  # the smallest network with every kind of tensor
+PAIRS += [(name, build) for name in ("fedavg", "hassle", "fedmatch") for build in (LeNet, ResNet8)]
+EACH = pytest.mark.parametrize(("name", "build"), PAIRS)
 DATA = small.dataset(channels=3, flip=True, crop=2)
 
 
@@ -48,8 +51,7 @@ def relative(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("build", [LeNet, ResNet8, small.ConvNet])
-@pytest.mark.parametrize("name", METHODS)
+@EACH
 def test_a_step_on_the_gpu_is_that_of_the_cpu(name, build):
     """One epoch of one batch, so that rounding has no time to grow; TF32 off, which rounds to 10 bits."""
     method, results = made(name, build), {}
@@ -64,8 +66,7 @@ def test_a_step_on_the_gpu_is_that_of_the_cpu(name, build):
         torch.testing.assert_close(results["cuda"][trained], expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("build", [LeNet, ResNet8, small.ConvNet])
-@pytest.mark.parametrize("name", METHODS)
+@EACH
 def test_a_captured_step_is_the_eager_one(name, build):
     """In fp32: weights, statistics and loss of one step to 1e-5."""
     check_one_step(name, build, Engine(CUDA, "fp32", lanes=2))
