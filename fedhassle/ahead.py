@@ -8,14 +8,16 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedhassle.local import Buffers, Job, local_models
-from fedhassle.method import Batch, Model, Models, Network
+from fedhassle.local import Buffers, Course, Job, local_models, look
+from fedhassle.method import Batch, Model, Models, Network, as_models
+
+EVERY = "*"  # among the names asked for: all of them
 
 
 class Question(NamedTuple):
@@ -63,6 +65,68 @@ def same(frozen: tuple[Tensor, Tensor], weights: Tensor, statistics: Tensor) -> 
     return weights is frozen[0] and statistics is frozen[1]
 
 
+class Noting(dict[str, Any]):
+    """Received models that note the names they are asked for, whether they have them or not."""
+
+    def __init__(self, models: Models, names: set[str]) -> None:
+        super().__init__(models)
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        """The model of a name."""
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a name."""
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The model of a name, if there is one."""
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """All names: so each of them matters, and those that are not there as well."""
+        self.names.add(EVERY)
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """All names."""
+        self.names.add(EVERY)
+        return super().keys()
+
+    def values(self) -> Any:
+        """All models."""
+        self.names.add(EVERY)
+        return super().values()
+
+    def items(self) -> Any:
+        """All of both."""
+        self.names.add(EVERY)
+        return super().items()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        self.names.add(EVERY)
+        return super().__len__()
+
+
+@torch.no_grad()
+def names_asked(job: Job, buffers: Buffers, course: Course) -> set[str]:
+    """The received names that a step asks for, found by making one; `EVERY` if it goes through them all."""
+    names: set[str] = set()
+    received = Noting(as_models(buffers.received, job.networks), names)
+    batches = [batch.at(0) for batch in look(job, buffers, received, course)]
+    with torch.enable_grad():
+        for loss, local in losses_of(job, buffers):
+            loss(local, received, *batches, *[draw[0] for draw in course.draws])
+    if job.phase.then is not None:
+        job.phase.then(local_models(job, buffers), received)
+    return names
+
+
 def questions(
     job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
 ) -> tuple[Question, ...]:
@@ -73,12 +137,8 @@ def questions(
         name: model._replace(net=Listening(model.net, (model.weights, model.statistics), heard[name]))
         for name, model in models.items()
     }
-    # Statistics of their own: what the losses do to BatchNorm's must not count.
-    aside = buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
-    for descent in job.phase.descents:
-        leaf = buffers.weights[descent.train].detach().requires_grad_()
-        local = local_models(job, aside) | local_models(job, aside, {descent.train: leaf})
-        descent.loss(local, {**received, **listening}, *batches, *draws)
+    for loss, local in losses_of(job, buffers):
+        loss(local, {**received, **listening}, *batches, *draws)
     return tuple(
         Question(name, stream, view)
         for name, inputs in heard.items()
@@ -86,6 +146,14 @@ def questions(
         for view, x in enumerate(batch.views)
         if any(x is given for given in inputs)
     )
+
+
+def losses_of(job: Job, buffers: Buffers) -> Iterator[tuple[Callable[..., Tensor], Models]]:
+    """The losses of a step and the local models to compute them on, without a trace in the buffers."""
+    aside = buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
+    for descent in job.phase.descents:
+        leaf = buffers.weights[descent.train].detach().requires_grad_()
+        yield descent.loss, local_models(job, aside) | local_models(job, aside, {descent.train: leaf})
 
 
 @torch.no_grad()

@@ -185,7 +185,7 @@ class Lanes:
 
     def _train(self, visits: Sequence[Visit]) -> list[Trained]:
         alone = [i for i, visit in enumerate(visits) if any(job.draws_globally for job in visit.jobs)]
-        work = [chain for chain in chains(visits) if chain.client not in alone]
+        work = [self._trimmed(chain) for chain in chains(visits) if chain.client not in alone]
         self._get_ready(work)
         done = self._side_by_side(work)
         parts: list[list[Trained]] = [[] for _ in visits]
@@ -194,6 +194,11 @@ class Lanes:
         return [
             self._alone(visit) if i in alone else joined(visit, parts[i]) for i, visit in enumerate(visits)
         ]
+
+    def _trimmed(self, chain: Chain) -> Chain:
+        """A chain whose jobs receive what they use alone."""
+        jobs = tuple(self.recipes.trimmed(job, chain.visit.kept) for job in chain.visit.jobs)
+        return chain._replace(visit=chain.visit._replace(jobs=jobs))
 
     def _side_by_side(self, work: Sequence[Chain]) -> dict[int, Trained]:
         """Chains on all lanes, by their place: the longest first, whichever lane is free takes the next."""

@@ -23,9 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedhassle.ahead import Answers, Question, answer, informed, questions
+from fedhassle.ahead import EVERY, Answers, Question, answer, informed, names_asked, questions
 from fedhassle.engine import Engine
-from fedhassle.local import Buffers, Course, Job, look, prepare, step
+from fedhassle.local import Buffers, Course, Job, draw, look, prepare, step
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays
 
@@ -109,6 +109,11 @@ class Program:
         for i in range(steps):
             recipe.step(self.buffers, sight.at(i))
 
+    def names_asked(self, job: Job, engine: Engine) -> set[str]:
+        """The received names that a step asks for."""
+        with engine.lowered():
+            return names_asked(job, self.buffers, self.course)
+
     def questions(self, job: Job, engine: Engine) -> tuple[Question, ...]:
         """What a step asks frozen models."""
         with engine.lowered():
@@ -167,14 +172,48 @@ def identity(value: Any) -> Hashable:
     return (type(value), value) if plain else id(value)  # recordings keep it alive, so that its id is its own
 
 
+class Used(NamedTuple):
+    """What the steps of jobs with the same functions use of what they receive."""
+
+    job: Job  # one of them, whose functions stay alive
+    names: set[str]  # asked for so far
+    heard: set[Hashable]  # selections of them that were listened to
+
+    def selection(self, job: Job) -> Hashable:
+        """Those of the names that a job has, and their sizes."""
+        names = job.message if EVERY in self.names else self.names & job.message.keys()
+        return frozenset((name, len(job.message[name])) for name in names)
+
+
 class Recipes:
     """The recipe of each shape of job, one for all lanes."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._recipes: dict[Hashable, tuple[Job, Recipe]] = {}  # with the job, whose functions it stands for
+        self._used: dict[Hashable, Used] = {}  # by functions
         self._compiler = Compiler()
         self._told: set[str] = set()
+
+    def trimmed(self, job: Job, kept: Arrays) -> Job:
+        """The job with no more in its message than its steps ask for, so that more jobs are of one shape.
+
+        Which names a step asks for may depend on those that there are: so it is listened to again whenever
+        there is another selection of the names that were asked for so far.
+        """
+        functions = shape_of(job._replace(message={}), kept)
+        if functions not in self._used:
+            if sum(used.job.phase.name == job.phase.name for used in self._used.values()) >= RECORDINGS:
+                return job
+            self._used[functions] = Used(job, set(), set())
+        used = self._used[functions]
+        if used.selection(job) not in used.heard:
+            program = Program(job, job.message | kept, kept, draw(job))
+            used.names.update(program.names_asked(job, self.engine))
+            used.heard.add(used.selection(job))
+        wanted = used.names | set(job.phase.trained)
+        message = {name: v for name, v in job.message.items() if name in wanted or EVERY in wanted}
+        return job._replace(message=message)
 
     def worth_it(self, key: Hashable, job: Job) -> bool:
         """Whether a shape is known, or its phase has not had too many of them; else it leaves no trace."""
