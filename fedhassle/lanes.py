@@ -20,8 +20,9 @@ import torch
 
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
+from fedhassle.graphs import captured
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, finished, follow, perform
-from fedhassle.recording import Program, Recipe, Recipes, captured, shape_of, stretches
+from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")

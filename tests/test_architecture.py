@@ -18,7 +18,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"losses"},
     {"method"},
     {"methods"},
-    {"engine", "local"},
+    {"engine", "graphs", "local"},
     {"ahead"},
     {"recording"},
     {"lanes"},
@@ -39,7 +39,16 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"__main__"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
-ENGINE = ("local.py", "ahead.py", "recording.py", "lanes.py", "rounds.py", "runs.py", "simulator.py")
+ENGINE = (
+    "local.py",
+    "ahead.py",
+    "graphs.py",
+    "recording.py",
+    "lanes.py",
+    "rounds.py",
+    "runs.py",
+    "simulator.py",
+)
 CONFIGURED = {
     "config.py",
     "build.py",

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedhassle.engine import Engine
+from fedhassle.graphs import Compiler
 from fedhassle.lanes import Lanes
 from fedhassle.local import advance, draw, prepare, train, visit
 from fedhassle.losses import cross_entropy
@@ -22,7 +23,6 @@ from fedhassle.nets import LeNet, ResNet8
 from fedhassle.recording import (
     RECORDINGS,
     STRETCH,
-    Compiler,
     Program,
     Recipes,
     identity,
