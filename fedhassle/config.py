@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find, nearest
+from fedhassle.parallel import available_cores
 from fedhassle.requested import Requested, overlaid
 
 M = TypeVar("M", bound=BaseModel)
@@ -114,7 +114,7 @@ def resolve(requested: Requested) -> Settings:
             "device": device,
             "precision": resolved_precision(settings.precision, device),
             "compile": resolved_compile(settings, device),
-            "threads": settings.threads or default_threads(),
+            "threads": settings.threads or available_cores(),
             "method": MethodSettings(name=settings.method.name, **values),
         }
     )
@@ -221,8 +221,3 @@ def resolved_compile(settings: Settings, device: str) -> bool:
         raise UserError(f"compile=true {reason}")
     pays = device == "cuda" and not settings.deterministic and settings.rounds >= COMPILED_ROUNDS
     return pays if settings.compile is None else settings.compile
-
-
-def default_threads() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

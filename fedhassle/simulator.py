@@ -22,7 +22,6 @@ from fedhassle.wire import Arrived, sent
 
 Message = tuple[Client, Arrays]
 
-
 HELD = "\0held by "  # before the name of a client: what it is known to hold, if messages are sparse
 WRITERS = 4  # files of clients that are written at once: the disk is waited for, not a core
 

@@ -10,10 +10,11 @@ import torch
 from small import built, resolved
 
 import fedhassle
-from fedhassle.config import default_threads, resolve
+from fedhassle.config import resolve
 from fedhassle.data.datasets import CATALOGUE
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
+from fedhassle.parallel import available_cores
 from fedhassle.requested import Requested, from_json, presets, request, to_json
 
 # The paper's settings
@@ -123,7 +124,7 @@ def test_cuda_where_there_is_none_says_what_to_use(monkeypatch):
 def test_there_are_as_many_threads_as_cores_that_the_process_may_use(monkeypatch):
     for cores in (1, 2, 7):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
-        assert default_threads() == cores
+        assert available_cores() == cores
     assert resolved("threads=3").threads == 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import nearest
 from fedhassle.nets import NETS, Net
+from fedhassle.parallel import available_cores
 from fedhassle.provenance import hardware, versions
 from fedhassle.rounds import Plan
 from fedhassle.simulator import Simulator
@@ -278,11 +278,6 @@ def chosen(methods: Sequence[str]) -> tuple[str, ...]:
                 f"unknown method {name!r}{nearest(name, METHODS)} (known are {', '.join(METHODS)}, {ALL})"
             )
     return names
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def synthetic(like: str, images: int) -> Dataset:
