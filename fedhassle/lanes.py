@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ from typing import NamedTuple
 import torch
 
 from fedhassle.engine import Engine
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
 from fedhassle.graphs import captured
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, finished, follow, perform
 from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
+from fedhassle.streams import FIRST, STREAMS, USUAL
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -77,14 +79,14 @@ def joined(visit: Visit, parts: Sequence[Trained]) -> Trained:
 class Lane:
     """A stream, and a program for each shape of job that has come along."""
 
-    def __init__(self, recipes: Recipes) -> None:
-        device = recipes.engine.device
-        self.recipes = recipes
-        self.stream: torch.cuda.Stream | None = None
+    def __init__(
+        self, recipes: Recipes, stream: torch.cuda.Stream | None = None, small: bool = False
+    ) -> None:
+        self.recipes, self.stream, self.small = recipes, stream, small
         self.pool = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()  # one for all graphs of a lane: they take turns
+            weakref.finalize(self, STREAMS.give_back, stream)
         self.programs: dict[Hashable, Program] = {}
         self.marks: deque[torch.cuda.Event] = deque()  # behind each stretch that is under way
 
@@ -202,7 +204,11 @@ class Lanes:
         return chain._replace(visit=chain.visit._replace(jobs=jobs))
 
     def _side_by_side(self, work: Sequence[Chain]) -> dict[int, Trained]:
-        """Chains on all lanes, by their place: the longest first, whichever lane is free takes the next."""
+        """Chains on all lanes, by their place; whichever lane is free takes the next.
+
+        Every other lane takes the shortest instead of the longest: its kernels, which go before those of
+        the others, fill the gaps that these leave.
+        """
         waiting = deque(sorted(range(len(work)), key=lambda i: -self._cost(work[i])))
         busy: dict[Lane, tuple[int, Generator[None, None, Trained]]] = {}
         done: dict[int, Trained] = {}
@@ -214,7 +220,7 @@ class Lanes:
                         continue
                     idle = False
                     if lane not in busy:
-                        i = waiting.popleft()
+                        i = waiting.pop() if lane.small else waiting.popleft()
                         busy[lane] = i, follow(work[i].visit, lane.perform)
                     i, training = busy[lane]
                     try:
@@ -240,13 +246,25 @@ class Lanes:
         new = {key: pair for key, pair in new.items() if self.recipes.worth_it(key, pair[0])}
         first = not self.lanes
         before = self._taken() if first else 0
-        self.lanes = self.lanes or [Lane(self.recipes)]
+        self.lanes = self.lanes or self._opened()
         self.seconds |= {key: self._rehearse(job, kept) for key, (job, kept) in new.items()}
         if first and (taken := self._taken() - before) > 0:
             room = int(SHARE * torch.cuda.mem_get_info(self.engine.device)[0] / taken)
             self.most = min(self.most, 1 + room)
         while len(self.lanes) < min(self.most, len(work)):
-            self.lanes.append(Lane(self.recipes))
+            self.lanes += self._opened()
+
+    def _opened(self) -> list[Lane]:
+        """One more lane; none where the GPU has no stream left, after which there will be no more."""
+        small = len(self.lanes) % 2 == 1
+        if self.engine.device.type != "cuda":
+            return [Lane(self.recipes, None, small)]
+        stream = STREAMS.take(self.engine.device, FIRST if small else USUAL)
+        if stream is not None:
+            return [Lane(self.recipes, stream, small)]
+        require(bool(self.lanes), "too many runs at once on one GPU: it has no stream left for this one")
+        self.most = len(self.lanes)
+        return []
 
     def _rehearse(self, job: Job, kept: Arrays) -> float:
         """The seconds of a step, on the first lane, which is then able to make it."""

@@ -35,6 +35,8 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
+LANES_OF_ALL = 24  # of all runs that share a GPU; each has as many as it asks for, if they are few
+
 
 @dataclass(frozen=True)
 class Run:
@@ -166,12 +168,16 @@ def recorded(folder: Folder) -> Requested:
         ) from error
 
 
-def carry_out(run: Run, alone: bool = True) -> Iterator[Step]:
-    """Trains to the end, round by round, then writes the summary, the model and the picture."""
+def carry_out(run: Run, sharing: int = 1) -> Iterator[Step]:
+    """Trains to the end, round by round, then writes the summary, the model and the picture.
+
+    `sharing`: how many runs share the process and its GPU, this one included.
+    """
     torch.set_num_threads(1)  # clients run side by side instead: `side_by_side` says why
     settings = run.settings
     memory = Memory(run.folder.memory)
     engine = build_engine(settings)
+    engine = engine._replace(lanes=min(engine.lanes, max(1, LANES_OF_ALL // sharing)))
     split = pooled(run.split) if run.method.pooled else run.split
     simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
@@ -180,7 +186,7 @@ def carry_out(run: Run, alone: bool = True) -> Iterator[Step]:
     def evaluate(state: Arrays) -> dict[str, float]:
         return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
 
-    with locked(run.folder.path), logging_to(run.folder.log, alone), engine.active():
+    with locked(run.folder.path), logging_to(run.folder.log, sharing == 1), engine.active():
         record(run)
         for note in run.split.notes:
             log.info("split: %s", note)

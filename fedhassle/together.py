@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from fedhassle.build import build_engine
 from fedhassle.launch import Run, carry_out, heard
 from fedhassle.runs import Step
+from fedhassle.streams import STREAMS
 
 
 class Event(NamedTuple):
@@ -32,6 +33,20 @@ def carry_out_together(runs: Sequence[Run]) -> Iterator[Event]:
         return
     with engines[0].active(), heard():
         yield from side_by_side(runs)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Work of this thread goes to a stream of its own."""
+    stream = STREAMS.take(device) if device.type == "cuda" else None
+    if stream is None:
+        yield
+        return
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        STREAMS.give_back(stream)
 
 
 def in_turn(runs: Sequence[Run]) -> Iterator[Event]:
@@ -54,11 +69,8 @@ def side_by_side(runs: Sequence[Run]) -> Iterator[Event]:
     def work(i: int, run: Run) -> None:
         error: BaseException | None = None
         try:
-            with ExitStack() as stack:
-                if run.device.type == "cuda":
-                    stream = torch.cuda.Stream(run.device)  # type: ignore[no-untyped-call]
-                    stack.enter_context(torch.cuda.stream(stream))
-                for step in carry_out(run, alone=False):
+            with own_stream(run.device):
+                for step in carry_out(run, sharing=len(runs)):
                     events.put(Event(i, step))
                     if stop.is_set():
                         break

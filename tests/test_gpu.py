@@ -180,6 +180,13 @@ def test_runs_side_by_side_are_those_that_run_alone(tmp_path):
         assert small.same(arrays(result), arrays(alone))
 
 
+def test_more_runs_than_there_are_streams_do_not_disturb_each_other(tmp_path, caplog):
+    """Ten runs of up to eight lanes: PyTorch would hand the same stream to several of them."""
+    settings = {k: v for k, v in QUICK.items() if k != "method.residual_steps"} | {"method": "fedprox"}
+    done = fedhassle.run_several("paper", settings, vary={"seed": list(range(10))}, out=tmp_path, quiet=True)
+    assert len(done) == 10 and "cannot be captured" not in caplog.text
+
+
 def arrays(result):
     from fedhassle.arrays import read_arrays
 

@@ -21,6 +21,7 @@ from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.nets import LeNet, ResNet8
 from fedhassle.rounds import Plan, federate
+from fedhassle.streams import EACH, FIRST, USUAL, Streams
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "chosen"),
@@ -347,25 +348,55 @@ def by_size(*sizes):
     return small.beside(*(small.site(labelled=range(4 * n), name=str(n)) for n in sizes)) if sizes else []
 
 
-def test_the_longest_goes_first_to_whichever_lane_is_free(monkeypatch):
-    """30 and 20 open the lanes; the other 20 goes behind 20, and 10 behind 30, which is free next."""
+def test_one_lane_takes_the_longest_and_the_next_the_shortest_whichever_is_free(monkeypatch):
+    """30 and 10 open the lanes; a 20 goes behind 10, and ends when 30 does: the other is the first's."""
     begun, made = beginnings(monkeypatch), pool(2)
     method = FedAvg(small.net(small.Linear), batch=4, epochs=1)
     made.train([visit(method, site, method.initial(0), None, 1, 0) for site in by_size(10, 20, 30, 20)])
     first, second = made.lanes
-    assert begun == [(first, "30"), (second, "20"), (second, "20"), (first, "10")]
+    assert begun == [(first, "30"), (second, "10"), (second, "20"), (first, "20")]
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), unique=True, max_size=8), st.integers(1, 4))
-def test_every_client_is_trained_once_longest_first(sizes, count):
+def test_every_client_is_trained_once_longest_or_shortest_first(sizes, count):
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun, made = beginnings(monkeypatch), pool(count)
         method = FedAvg(LINEAR, batch=4, epochs=1)
         found = made.train([visit(method, site, START, None, 1, 0) for site in by_size(*sizes)])
-    assert [int(name) for _, name in begun] == sorted(sizes, reverse=True)
+    assert sorted(int(name) for _, name in begun) == sorted(sizes)
+    for i, lane in enumerate(made.lanes):
+        order = [int(name) for at, name in begun if at is lane]
+        assert order == sorted(order, reverse=i % 2 == 0)
     assert [update.client.name for update, _ in found] == [str(n) for n in sizes]
     assert len({lane for lane, _ in begun}) == min(count, len(sizes))
+
+
+# Streams
+
+
+class Lent:
+    """A stream as far as lending it goes."""
+
+    def __init__(self, device, priority):
+        self.device, self.priority = device, priority
+
+
+def test_a_stream_has_one_holder_at_a_time():
+    streams, device = Streams(Lent), torch.device("cuda", 0)
+    taken = [streams.take(device) for _ in range(2 * EACH)]
+    assert len(set(taken)) == 2 * EACH and streams.take(device) is None
+    assert [stream.priority for stream in taken] == [USUAL] * EACH + [FIRST] * EACH
+    for stream in taken[3], taken[-1]:
+        streams.give_back(stream)
+    assert streams.take(device, FIRST) is taken[-1]
+    assert streams.take(device, FIRST) is taken[3] and streams.take(device, USUAL) is None
+
+
+def test_another_gpu_has_streams_of_its_own():
+    streams = Streams(Lent)
+    made = [streams.take(torch.device("cuda", i), FIRST) for i in (0, 1)]
+    assert [stream.device.index for stream in made] == [0, 1]
 
 
 # Parts of an update

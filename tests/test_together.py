@@ -76,8 +76,8 @@ def test_each_run_logs_to_its_own_file(tmp_path):
     log = logging.getLogger("fedhassle")
     carry_out = together.carry_out
 
-    def saying(run, alone):
-        for step in carry_out(run, alone):
+    def saying(run, sharing):
+        for step in carry_out(run, sharing):
             log.warning("this is %s", run.folder.path.name)
             yield step
 
