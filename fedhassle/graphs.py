@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedhassle.streams import QUIET
 
 
 class Compiler:
@@ -116,9 +118,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
     """What `run` does on the current stream, as a graph to replay."""
     graph = torch.cuda.CUDAGraph()
-    collecting = gc.isenabled()
-    gc.disable()  # a graph that is freed while another is being captured spoils it
-    try:
+    with QUIET.kept(), no_garbage_collected():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
@@ -127,7 +127,16 @@ def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
                 graph.capture_end()
             raise
         graph.capture_end()
+    return graph.replay
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """A graph that is freed while another is being captured spoils it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return graph.replay

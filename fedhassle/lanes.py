@@ -24,7 +24,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.graphs import captured
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, finished, follow, perform
 from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
-from fedhassle.streams import FIRST, STREAMS, USUAL
+from fedhassle.streams import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -118,7 +118,7 @@ class Lane:
     def perform(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
         """All steps of a job, by replaying stretches of them; may be left after each."""
         if not self.recipes.worth_it(shape_of(job, kept), job):
-            with self.recipes.engine.lowered():
+            with QUIET.broken(), self.recipes.engine.lowered():
                 return finished(perform(job, start, kept))
         course, first = draw(job), 0
         program = self.program(job, start, kept)
@@ -141,7 +141,8 @@ class Lane:
             if key not in self.programs:
                 self.programs[key] = Program(job, start, kept, draw(job))
             program = self.programs[key]
-            recipe = self.recipes.find(key, job, program)
+            with QUIET.broken():
+                recipe = self.recipes.find(key, job, program)
             for steps in sorted(sizes - set(program.runs)):
                 program.runs[steps] = self.record(key, job, program, recipe, steps)
         return program
@@ -154,8 +155,9 @@ class Lane:
         if self.stream is None or not recipe.capture:
             return run
         try:
-            run()  # libraries choose their kernels and take their memory now, not while being recorded
-            self.stream.synchronize()
+            with QUIET.broken():
+                run()  # libraries choose their kernels and take their memory now, not while being recorded
+                self.stream.synchronize()
             return captured(run, self.pool)
         except torch.OutOfMemoryError:
             raise
@@ -188,7 +190,8 @@ class Lanes:
 
     def _train(self, visits: Sequence[Visit]) -> list[Trained]:
         alone = [i for i, visit in enumerate(visits) if any(job.draws_globally for job in visit.jobs)]
-        work = [self._trimmed(chain) for chain in chains(visits) if chain.client not in alone]
+        with QUIET.broken():
+            work = [self._trimmed(chain) for chain in chains(visits) if chain.client not in alone]
         self._get_ready(work)
         done = self._side_by_side(work)
         parts: list[list[Trained]] = [[] for _ in visits]
@@ -236,7 +239,7 @@ class Lanes:
     def _alone(self, visit: Visit) -> Trained:
         """A client whose network draws by itself, from a state that all lanes would share."""
         self.recipes.tell("clients train one after another: the network draws random numbers by itself")
-        with self.engine.lowered():
+        with QUIET.broken(), self.engine.lowered():
             return finished(follow(visit, perform))
 
     def _get_ready(self, work: Sequence[Chain]) -> None:

@@ -31,6 +31,7 @@ from fedhassle.requested import Requested, from_json, parsed, to_json
 from fedhassle.rounds import Plan
 from fedhassle.runs import Folder, Metrics, Step, conduct, finish
 from fedhassle.simulator import Simulator
+from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -184,7 +185,8 @@ def carry_out(run: Run, sharing: int = 1) -> Iterator[Step]:
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays) -> dict[str, float]:
-        return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
+        with QUIET.broken():
+            return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
 
     with locked(run.folder.path), logging_to(run.folder.log, sharing == 1), engine.active():
         record(run)

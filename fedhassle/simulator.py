@@ -17,6 +17,7 @@ from fedhassle.memory import Memory
 from fedhassle.method import Client, Method, Update
 from fedhassle.parallel import side_by_side
 from fedhassle.rounds import Reply
+from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays, all_finite
 from fedhassle.wire import Arrived, sent
 
@@ -83,7 +84,7 @@ class Simulator:
         return Reply(update._replace(arrays=up.arrays), down, up.size)
 
     def _on_lanes(self, lanes: Lanes, method: Method, messages: Sequence[Message], t: int) -> list[Trained]:
-        with self.engine.lowered():
+        with QUIET.broken(), self.engine.lowered():
             visits = [
                 visit(method, self.site(client), message, self._kept(client, t), t, self.seed)
                 for client, message in messages

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +23,7 @@ from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.nets import LeNet, ResNet8
 from fedhassle.rounds import Plan, federate
-from fedhassle.streams import EACH, FIRST, USUAL, Streams
+from fedhassle.streams import EACH, FIRST, USUAL, Quiet, Streams
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "chosen"),
@@ -397,6 +399,54 @@ def test_another_gpu_has_streams_of_its_own():
     streams = Streams(Lent)
     made = [streams.take(torch.device("cuda", i), FIRST) for i in (0, 1)]
     assert [stream.device.index for stream in made] == [0, 1]
+
+
+# Quiet
+
+
+def test_a_capture_waits_for_noise_and_noise_for_a_capture():
+    quiet, said, noisy, go = Quiet(), [], threading.Event(), threading.Event()
+
+    def noise():
+        with quiet.broken():
+            noisy.set()
+            assert go.wait(20)
+            with quiet.broken():  # within itself it does not wait, though a capture does
+                said.append("noise")
+
+    def capture():
+        with quiet.kept():
+            said.append("capture")
+
+    def more_noise():
+        with quiet.broken():
+            said.append("more noise")
+
+    first = threading.Thread(target=noise)
+    first.start()
+    assert noisy.wait(20)
+    second = threading.Thread(target=capture)
+    second.start()
+    wait_until(lambda: quiet._wanted == 1)
+    third = threading.Thread(target=more_noise)
+    third.start()
+    assert said == []
+    go.set()
+    for thread in (first, second, third):
+        thread.join(20)
+    assert said == ["noise", "capture", "more noise"]  # a capture that waits goes before new noise
+
+
+def test_quiet_is_given_back_after_an_error():
+    quiet = Quiet()
+    for way in (quiet.kept, quiet.broken, quiet.kept):
+        with pytest.raises(ZeroDivisionError), way():
+            raise ZeroDivisionError
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.001)
 
 
 # Parts of an update
