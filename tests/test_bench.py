@@ -13,19 +13,30 @@ import pytest
 import small
 import torch
 from rich.console import Console
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import fedhassle
 from fedhassle.bench import Options, Size, run
 from fedhassle.bench.benchmark import CPU, GPU, chosen, overlapping, synthetic, warnings_to
-from fedhassle.bench.counterparts import LOSSES, counterpart
+from fedhassle.bench.counterparts import COUNTERPARTS, counterpart
 from fedhassle.bench.figures import Costs, Timed, method_figures, scaling_figures, spread, steady
-from fedhassle.bench.measure import average_steps, cores, flops_of_step, matrix_peak, recordings, time_rounds
+from fedhassle.bench.measure import (
+    PlainLoop,
+    average_steps,
+    cores,
+    flops_of_step,
+    matrix_peak,
+    phases,
+    recordings,
+    time_rounds,
+)
 from fedhassle.bench.plain import images_on, walk
 from fedhassle.bench.tables import methods_table, number, scaling_table
 from fedhassle.errors import UserError
 from fedhassle.lanes import Lanes
-from fedhassle.local import train
-from fedhassle.method import Client
+from fedhassle.local import advance, draw, look, prepare, visit
+from fedhassle.method import Client, as_models
 from fedhassle.methods import METHODS, FedAvg, Hassle
 from fedhassle.nets import LeNet, ResNet8
 from fedhassle.rounds import Plan
@@ -51,55 +62,129 @@ TINY = Size(
 
 # The plain loop does what ours does
 
-SETTINGS = {"batch": 8, "epochs": 2, "lr": 0.05, "clip": 0.5}  # the gradients are longer than that
-OWN = {
-    "fedavg": {},
+SETTINGS = {"batch": 8, "epochs": 3, "lr": 0.05, "momentum": 0.9, "clip": 0.5}  # which gradients exceed
+OWN = {  # what each adds to its loss is to be seen
     "fedprox": {"mu": 0.3},
-    "hassle": {"gamma": 0.1, "lam": 0.7, "residual_decay": 0.1, "residual_steps": 2},
+    "mixmatch": {"rounds": 20, "weight": 10.0},
+    "fixmatch": {"weight": 0.7},
+    "fedmatch": {
+        "unlabelled": True,
+        "consistency_weight": 2.0,
+        "sparsity_weight": 0.01,
+        "proximity_weight": 0.1,
+    },
+    "rscfed": {"partial": "mixed", "unlabelled_lr": 0.2, "unlabelled_clip": 0.1, "consistency_weight": 2.0},
+    "hassle": {"gamma": 0.1, "lam": 0.7, "residual_decay": 0.1, "residual_steps": 3},
+    "fixmatch-global": {"weight": 0.7},
+    "sage": {"weight": 0.7, "halving": 0.2},
 }
-STARTS = {  # the trained model, and the frozen ones in the order in which the counterpart builds them
+STARTS = {  # the networks, in the order in which the counterpart builds them
     ("fedavg", "labelled"): ("w",),
-    ("fedprox", "labelled"): ("w", "w"),
+    ("fedprox", "labelled"): ("w", "w received"),
+    ("mixmatch", "labelled"): ("w",),
+    ("mixmatch", "both"): ("w",),
+    ("fixmatch", "labelled"): ("w",),
+    ("fixmatch", "both"): ("w",),
+    ("fedmatch", "labelled"): ("sigma", "psi"),
+    ("fedmatch", "both"): ("sigma", "psi", "helper 0", "helper 1"),
+    ("fedmatch", "unlabelled"): ("psi", "sigma", "helper 0", "helper 1"),
+    ("rscfed", "labelled"): ("w",),
+    ("rscfed", "both"): ("w", "teacher"),
+    ("rscfed", "unlabelled"): ("w", "teacher"),
     ("hassle", "labelled"): ("w_S", "w_U"),
     ("hassle", "unlabelled"): ("w_U", "w_S"),
     ("hassle", "labelled residual"): ("r_US", "w_S", "w_U"),
     ("hassle", "unlabelled residual"): ("r_SU", "w_U", "w_S"),
+    ("fixmatch-global", "labelled"): ("w",),
+    ("fixmatch-global", "both"): ("w", "w received"),
+    ("fixmatch-global", "unlabelled"): ("w", "w received"),
+    ("sage", "labelled"): ("w",),
+    ("sage", "both"): ("w", "w received"),
+    ("sage", "unlabelled"): ("w", "w received"),
+    ("central", "labelled"): ("w",),
+    ("local", "labelled"): ("w",),
 }
+LABELLED, UNLABELLED = {"labelled": range(8)}, {"unlabelled": range(20, 36)}
+CONFIDENCE = {LeNet: 0.8, small.ConvNet: 0.3}  # of which each is sure for some of the images
+T = 10  # a round in which FedMatch has helpers
 
 
 @pytest.mark.parametrize("build", [LeNet, small.ConvNet])
 @pytest.mark.parametrize(("name", "phase"), STARTS)
-def test_two_steps_of_the_plain_loop_are_two_of_ours(name, phase, build):
-    """From the same weights, on the same batch: all that the client has, so its order does not matter."""
-    method = METHODS[name](net=small.net(build), **SETTINGS, **OWN[name])
-    site = small.site(labelled=range(8), unlabelled=range(20, 28))
-    state = method.initial(0)
-    networks = method.networks()
-    modules = [loaded(networks[model], state[model]) for model in STARTS[name, phase]]
-    update, _ = train(method, site, method.message(state, site.client, 1), None, 1, 0)
-
-    queue = iter(modules)
-    for net in set(networks.values()):
+def test_three_steps_of_the_plain_loop_are_three_of_ours(name, phase, build):
+    """From the same weights, on the same views and draws: the same losses, weights and statistics."""
+    method = METHODS[name](net=small.net(build), **SETTINGS, **OWN.get(name, {}))
+    if hasattr(method, "confidence"):
+        method = dataclasses.replace(method, confidence=CONFIDENCE[build])
+    job, kept = job_of(method, phase)
+    nets, starts = networks_of(method, job, kept)
+    modules = {model: loaded(nets[model], starts[model]) for model in STARTS[name, phase]}
+    queue = iter(modules.values())
+    for net in set(nets.values()):
         net.build = lambda shape, classes, width: next(queue)
-    (own,) = [p for p in method.phases(site.client, 1) if p.name == phase]
-    trainer = counterpart(name, method, own, small.CPU)
-    assert next(queue, None) is None and trainer.module is modules[0]
-    rows = site.samples.rows(own.streams[0].part)
-    x = site.views.normalise(site.samples.images[rows])
-    labels = own.streams[0].labels
-    y = site.samples.y if labels is None else method.pseudo_label(as_received(method, state), x)
-    for _ in range(2):
-        trainer.step(x, y)
+    trainer = counterpart(name, method, job.phase, T, small.CPU)
+    assert next(queue, None) is None
 
-    trained = own.descents[0].train
-    net = networks[trained]
-    assert (update.arrays[trained] - state[trained]).abs().max() > 1e-3
-    torch.testing.assert_close(net.flatten(trainer.module), update.arrays[trained], rtol=0, atol=1e-5)
+    buffers, course = prepare(job, starts, kept), draw(job)
+    assert job.steps >= 3
+    batches = look(job, buffers, as_models(job.message, job.networks), course)
+    losses = dict.fromkeys(job.phase.trained, 0.0)
+    for i in range(3):
+        given = [*(batch.at(i) for batch in batches), *(drawn[i] for drawn in course.draws)]
+        found = trainer.step(*given)
+        losses = {model: losses[model] + loss for model, loss in zip(losses, found, strict=True)}
+    advance(job, buffers, course.between(0, 3))
+
+    for model, loss in losses.items():
+        torch.testing.assert_close(loss[None], buffers.losses[model], rtol=1e-5, atol=1e-6)
+        assert (buffers.weights[model] - starts[model][: len(buffers.weights[model])]).abs().max() > 1e-3
+    ours = {k: torch.cat([w, buffers.statistics[k]]) for k, w in buffers.weights.items()}
+    for model, module in modules.items():  # those that do not train stay
+        expected = ours.get(model, starts[model])
+        torch.testing.assert_close(nets[model].flatten(module)[: len(expected)], expected, rtol=0, atol=1e-5)
+
+
+def job_of(method, phase):
+    """Our job of a phase, on a client of a kind that has it, and what that client keeps."""
+    for rows in (LABELLED | UNLABELLED, LABELLED, UNLABELLED):
+        site = small.site(**rows)
+        planned = visit(method, site, method.message(state_of(method), site.client, T), None, T, 1)
+        for job in planned.jobs:
+            if job.phase.name == phase:
+                return job, planned.kept
+    raise AssertionError(f"there is no phase {phase!r}")
+
+
+def state_of(method):
+    """The initial state; of FedMatch with two clients that can help."""
+    state = method.initial(0)
+    if "psi" not in state:
+        return state
+    outputs = {"here": [1.0, 0.0], "far": [0.0, 1.0], "near": [0.9, 0.1]}
+    state |= {f"output of {client}": torch.tensor(output) for client, output in outputs.items()}
+    others = {client: method.net.initial(i)[: method.net.kernels] for i, client in enumerate(("far", "near"))}
+    return state | {f"psi of {client}": 0.5 * vector for client, vector in others.items()}
+
+
+def networks_of(method, job, kept):
+    """Every network of `STARTS` that a job knows, and the vector that it starts from.
+
+    The model that trains is another than the one received, as in the middle of a round.
+    """
+    starts = job.message | kept
+    if "w" in starts:
+        starts |= {"w received": starts["w"], "w": method.net.initial(1)}
+    for helper in [name for name in starts if name.startswith("helper")]:
+        theta = starts["sigma"].clone()
+        theta[: len(starts[helper])] += starts[helper]
+        starts[helper] = theta
+    return {name: job.networks.get(name, method.net) for name in starts}, starts
 
 
 def loaded(net, vector):
     """A module with the weights and statistics of a vector."""
     module = net.module(seed=5)
+    vector = F.pad(vector, (0, net.weights + net.statistics - len(vector)))  # FedMatch's ψ has kernels alone
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     flats = torch.split(vector, [*net.sizes, *net.moments])
     with torch.no_grad():
@@ -108,21 +193,67 @@ def loaded(net, vector):
     return module
 
 
-def as_received(method, state):
-    return fedhassle.method.as_models(state, method.networks())
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_of_the_plain_loop_take_as_many_flops_as_ours(name):
+    """Exactly: convolutions and matrix products alone are counted, and nothing of them may differ.
+
+    On the batches that are measured, so their sizes and numbers are those of the method's streams.
+    """
+    method = METHODS[name](net=small.net(LeNet), batch=4, epochs=1, **OWN.get(name, {}))
+    ours = flops_of_step(method, small.simulator())
+    found = {}
+    for phase in phases(method):
+        trainer = counterpart(name, method, phase, 3, small.CPU)
+        given = plain_loop().given(phase)
+        for _ in range(2):  # in every step
+            with FlopCounterMode(display=False) as counter:
+                trainer.step(*next(given))
+            found.setdefault(phase.name, set()).add(counter.get_total_flops())
+    assert found == {phase: {flops} for phase, flops in ours.items()}
+    assert {(name, phase) for phase in found} == {key for key in STARTS if key[0] == name}
 
 
-def test_every_method_of_ours_has_its_plain_loop():
-    assert LOSSES.keys() <= METHODS.keys() and {"fedavg", "fedprox", "hassle"} <= LOSSES.keys()
+def plain_loop(device=small.CPU):
+    data = small.dataset(flip=True, crop=1)
+    images = images_on(device, data.x_train, data.y_train, data.mean, data.std, data.flip, data.crop)
+    return PlainLoop(images, samples=10, steps=1, repeats=1, threads=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", METHODS)
+def test_no_step_of_the_plain_loop_waits_for_the_gpu(name):
+    """Nor does drawing its batches, over the end of an epoch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    method = METHODS[name](net=small.net(LeNet), batch=4, epochs=1, **OWN.get(name, {}))
+    for phase in phases(method, T):
+        trainer, given = counterpart(name, method, phase, T, device), plain_loop(device).given(phase)
+        trainer.step(*next(given))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(4):
+                trainer.step(*next(given))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_every_phase_of_every_method_has_its_plain_loop():
+    """A method of the user's own has none, nor has a phase that ours do not know."""
+    assert COUNTERPARTS.keys() == METHODS.keys()
+    assert {(name, phase) for name, each in COUNTERPARTS.items() for phase in each} == STARTS.keys()
     method = FedAvg(small.net())
-    assert counterpart("another", method, method.phases(Client("any", 1, 1), 1)[0], small.CPU) is None
+    (phase,) = method.phases(Client("any", 1, 1), 1)
+    assert counterpart("another", method, phase, 1, small.CPU) is None
+    assert counterpart("fedavg", method, dataclasses.replace(phase, name="other"), 1, small.CPU) is None
+    assert plain_loop().seconds("another", method, tf32=False) is None
+    assert plain_loop().seconds("fedavg", method, tf32=False).keys() == {"labelled"}
 
 
 def test_the_plain_loop_knows_networks_and_losses_alone():
     tree = ast.parse((ROOT / "fedhassle" / "bench" / "plain.py").read_text("utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {name for name in modules if name.startswith("fedhassle")}
-    assert ours <= {"fedhassle.losses", "fedhassle.nets"}
+    assert ours <= {"fedhassle.losses", "fedhassle.nets", "fedhassle.data.strong"}
 
 
 @pytest.mark.parametrize(("crop", "flip"), [(0, False), (0, True), (2, False), (2, True)])
@@ -131,7 +262,7 @@ def test_plain_batches_are_windows_of_the_images(crop, flip):
     data = small.dataset(channels=3)
     images = images_on(small.CPU, data.x_train, data.y_train, data.mean, data.std, flip, crop)
     rows = torch.arange(30) * 3
-    x, y = images.batch(rows, torch.Generator().manual_seed(0))
+    (x,), y = images.batch(rows, ("weak",), torch.Generator().manual_seed(0))
     assert x.is_contiguous(memory_format=torch.channels_last) and x.dtype == torch.float32
     assert y.tolist() == data.y_train[rows.numpy()].tolist()
     padded = np.pad(data.x_train, ((0, 0), (crop, crop), (crop, crop), (0, 0)), mode="reflect")
@@ -150,12 +281,28 @@ def test_plain_batches_are_windows_of_the_images(crop, flip):
     assert len(found) >= (2 if crop or flip else 1)  # there were draws
 
 
+def test_plain_strong_views_are_altered_and_cut(global_randomness):
+    """Of pixels that the operations leave whole numbers; each has a grey square of at least 3 × 3 of them."""
+    data = small.dataset()
+    images = images_on(small.CPU, data.x_train, data.y_train, data.mean, data.std, False, 0)
+    draws = torch.Generator().manual_seed(0)
+    (weak, one, other), _ = images.batch(torch.arange(30), ("weak", "strong", "strong"), draws)
+    original = torch.from_numpy(data.x_train[:30]).permute(0, 3, 1, 2)
+    pixels = [(255 * (0.25 * view + 0.5)) for view in (weak, one, other)]
+    torch.testing.assert_close(pixels[0], original.float(), rtol=0, atol=1e-3)
+    for strong in pixels[1:]:
+        assert (strong - strong.round()).abs().max() < 1e-3
+        assert ((strong - 127).abs() < 0.5).flatten(1).sum(1).min() >= 9
+    assert (pixels[1] - pixels[2]).abs().flatten(1).amax(1).min() > 1  # independent of each other
+    assert one.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_plain_epoch_shows_every_sample_in_full_batches(global_randomness):
     data = small.dataset()
     y = np.arange(len(data.y_train))  # a label for each image tells which it is
     images = images_on(small.CPU, data.x_train, y, data.mean, data.std, False, 0)
-    batches = walk(images, torch.arange(40, 61), 8, torch.Generator().manual_seed(1))
-    epochs = [[next(batches)[1].tolist() for _ in range(3)] for _ in range(2)]
+    batches = walk(images, torch.arange(40, 61), 8, ("weak",), torch.Generator().manual_seed(1))
+    epochs = [[next(batches).y.tolist() for _ in range(3)] for _ in range(2)]
     for epoch in epochs:
         shown = [label for batch in epoch for label in batch]
         assert len(shown) == 24 and sorted(shown[:21]) == list(range(40, 61)) and shown[21:] == shown[:3]
@@ -336,25 +483,26 @@ def numbers(value):
 def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     console = Console(file=io.StringIO(), width=100)
     path, before = tmp_path / "made" / "speed.json", torch.get_num_threads()
-    options = Options(methods=tuple(LOSSES), device="cpu", threads=1, json=path)
+    options = Options(methods=("all",), device="cpu", threads=1, json=path)
     report = run(options, console, TINY)
     assert torch.get_num_threads() == before
     assert small.strict(path.read_text("utf-8")) == report
     assert all(math.isfinite(value) for value in numbers(report))
-    assert report["methods"].keys() == LOSSES.keys() and report["warnings"] == []
+    assert report["methods"].keys() == METHODS.keys() and report["warnings"] == []
     assert report["versions"]["torch"] == torch.__version__ and report["hardware"]["threads"] == 1
     assert report["settings"]["size"]["images"] == 200 and report["settings"]["net"] == "lenet"
     assert report["peak"]["flops_per_second"] > 0
     for name, figures in report["methods"].items():
-        phases = 4 if name == "hassle" else 1
-        assert len(figures["flops_of_step"]) == len(figures["steps_of_average_round"]) == phases
-        assert figures["plain"].keys() == ({"fp32"} if name in LOSSES else set())
+        each = figures["flops_of_step"].keys()
+        assert {(name, phase) for phase in each} <= STARTS.keys()  # some have more with other settings
+        assert figures["steps_of_average_round"].keys() == each
+        assert figures["plain"].keys() == {"fp32"}
         assert len(figures["rounds_counted"]) == 2 and len(figures["seconds_of_first_rounds"]) == 2
         assert figures["gpu_memory"] is None
         positive = ("seconds", "samples_per_second", "flops_per_second", "share_of_peak")
         assert all(figures[key]["min"] > 0 for key in positive)
         for plain in figures["plain"].values():
-            assert plain["ratio"]["min"] > 0 and len(plain["seconds_of_step"]) == phases
+            assert plain["ratio"]["min"] > 0 and plain["seconds_of_step"].keys() == each
             assert all(len(step["values"]) == 3 for step in plain["seconds_of_step"].values())
     by_round, by_total = report["scaling"]["clients_per_round"], report["scaling"]["clients"]
     assert [(line["clients"], line["clients_per_round"]) for line in by_round] == [(20, 1), (20, 2)]
@@ -363,14 +511,6 @@ def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     shown = console.file.getvalue()
     for word in ("hassle: the plain loop, fp32", "seconds a round", "by clients there are", str(path.name)):
         assert word in shown
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in LOSSES])
-def test_every_other_method_can_be_measured(name):
-    """Clients of different kinds may have different phases: each has its cost."""
-    options = Options(methods=(name,), device="cpu", threads=1, rounds=1, scaling=False)
-    report = run(options, Console(file=io.StringIO()), TINY)
-    assert report["methods"].keys() == {name} and report["methods"][name]["seconds"]["min"] > 0
 
 
 def test_rounds_of_the_options_come_first_and_scaling_can_be_left_out():

@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedhassle.bench.counterparts import counterpart
 from fedhassle.bench.figures import Spread, Timed, spread
 from fedhassle.bench.plain import Images, Trainer, switches, walk
-from fedhassle.local import Job, Samples, Site, advance, draw, prepare, visit
+from fedhassle.local import Job, Samples, Site, advance, draw, prepare, there, visit
 from fedhassle.method import Client, Method, Phase
 from fedhassle.rounds import Plan, Round, federate
 from fedhassle.simulator import Simulator
@@ -81,28 +82,41 @@ class PlainLoop(NamedTuple):
     repeats: int
     threads: int  # on a CPU, at most
 
-    def seconds(self, name: str, method: Method, tf32: bool) -> dict[str, Spread] | None:
+    def seconds(self, name: str, method: Method, tf32: bool, t: int = FIRST + 1) -> dict[str, Spread] | None:
         """Seconds of a step by phase; None where nobody has written one for the method."""
-        device, found = self.images.pixels.device, {}
-        rows = torch.arange(self.samples, device=device)
-        for phase in phases(method):
-            trainer = counterpart(name, method, phase, device)
+        found = {}
+        for phase in phases(method, t):
+            trainer = counterpart(name, method, phase, t, self.images.pixels.device)
             if trainer is None:
                 return None
-            batches = walk(self.images, rows, method.batch, torch.Generator(device).manual_seed(0))
             with switches(tf32):
-                found[phase.name] = self.seconds_of(trainer, batches)
+                found[phase.name] = self.seconds_of(trainer, self.given(phase))
         return found
 
-    def seconds_of(self, trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]]) -> Spread:
+    def given(self, phase: Phase) -> Iterator[tuple[Any, ...]]:
+        """What each step of a phase is handed: a batch of every stream, and what else it draws."""
+        device = self.images.pixels.device
+        rows, draws = torch.arange(self.samples, device=device), torch.Generator(device).manual_seed(0)
+        walks = [walk(self.images, rows, s.batch, s.views, draws) for s in phase.streams]
+        further = [] if phase.draw is None else [drawn(phase.draw, device)]
+        return zip(*walks, *further, strict=True)
+
+    def seconds_of(self, trainer: Trainer, given: Iterator[tuple[Any, ...]]) -> Spread:
         """Seconds of a step, on a CPU on as many cores as suit it better."""
         device = self.images.pixels.device
 
         def step() -> None:
-            trainer.step(*next(batches))
+            trainer.step(*next(given))
 
         with cores(better_cores(step, device, self.threads)):
             return spread(seconds_of_step(step, self.steps, self.repeats, device))
+
+
+def drawn(draw: Callable[[np.random.Generator], np.ndarray], device: torch.device) -> Iterator[Tensor]:
+    """The further draws of step after step."""
+    rng = np.random.default_rng(0)
+    while True:
+        yield there(np.asarray(draw(rng), np.float32), device)
 
 
 def phases(method: Method, t: int = FIRST + 1) -> tuple[Phase, ...]:
