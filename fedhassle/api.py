@@ -51,7 +51,7 @@ def run_several(
     names = ["-".join(str(value) for value in chosen.values()) for chosen in choices]
     requests = [request(config, {**(settings or {}), **chosen}) for chosen in choices]
     runs = start_several(list(zip(names, requests, strict=True)), None if out is None else Path(out))
-    for end in follow_together(carry_out_together(runs), runs, Console(quiet=quiet)):
+    for end in follow_together(carry_out_together(runs), Console(quiet=quiet)):
         if end.error is not None:
             raise end.error
     return [Result(run.folder.path, read_summary(run.folder.path)) for run in runs]

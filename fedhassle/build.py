@@ -25,10 +25,22 @@ from fedhassle.nets import NETS, Net, check_image
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
     """Equal for runs that differ in seed and machine alone."""
+    return digest(settings, fingerprint(dataset), None if settings.split.file is None else split.hash)
+
+
+def hash_before(settings: Settings) -> str:
+    """The same before a run is built: images and a split are read only where they are a user's own."""
+    name, file = settings.data.name, settings.split.file
+    images = name if name in datasets.CATALOGUE else fingerprint(build_dataset(settings))
+    return digest(settings, images, None if file is None else Split.load(Path(file)).hash)
+
+
+def digest(settings: Settings, images: str, split: str | None) -> str:
+    """The hash of settings, where images and a split in a file count by what is in them."""
     plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE})
-    plain["data"] |= {"folder": None, "name": fingerprint(dataset)}
-    if settings.split.file is not None:  # what is in the file counts, not where it lies
-        plain["split"] = {"hash": split.hash}
+    plain["data"] |= {"folder": None, "name": images}
+    if split is not None:
+        plain["split"] = {"hash": split}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -36,10 +48,10 @@ def fingerprint(dataset: Dataset) -> str:
     """The name of a known data set; for a user's own, the hash of its images and labels."""
     if dataset.name in datasets.CATALOGUE:
         return dataset.name
-    digest = hashlib.sha256()
+    content = hashlib.sha256()
     for array in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
-        digest.update(array.tobytes())
-    return digest.hexdigest()[:16]
+        content.update(array.tobytes())
+    return content.hexdigest()[:16]
 
 
 def build_dataset(settings: Settings, progress: bool = True) -> Dataset:

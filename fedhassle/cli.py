@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedhassle.commands.options import DataDir, Device
+from fedhassle.commands.reproduce import reproduce
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.requested import Requested, request, variations
 from fedhassle.version import package_version
@@ -39,10 +41,9 @@ Words = Annotated[
         metavar="[CONFIG] [KEY=VALUE]...", help="A preset (quick, paper) or a TOML file; then settings."
     ),
 ]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
-]
-Device = Annotated[str | None, typer.Option(help="Where to train: auto, cpu or cuda.")]
+
+
+app.command()(reproduce)
 
 
 def show_version(wanted: bool) -> None:
@@ -160,7 +161,7 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
     try:
-        ends = follow_together(carry_out_together(launched), launched, console)
+        ends = follow_together(carry_out_together(launched), console)
     except KeyboardInterrupt:
         again = " ".join(str(path) for path in paths)
         console.print(f"stopped; go on with: fedhassle resume {again}", highlight=False, soft_wrap=True)

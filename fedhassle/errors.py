@@ -8,6 +8,10 @@ class UserError(ValueError):
     """
 
 
+class BusyError(UserError):
+    """What another process is at work on."""
+
+
 class DivergedError(RuntimeError):
     """A run that cannot go on: every update of a round held NaN or infinite values."""
 

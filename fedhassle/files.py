@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedhassle.errors import UserError
+from fedhassle.errors import BusyError, UserError
 
 if sys.platform != "win32":
     import fcntl
@@ -52,7 +53,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of a folder; the lock ends with the process, however that ends."""
+    """Keeps a second process out of a folder or file; the lock ends with the process, however that ends."""
     if sys.platform == "win32":  # no such locks there
         yield
         return
@@ -61,10 +62,15 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"another process is at work in {folder}: wait for it, or end it") from error
+            raise BusyError(f"another process is at work in {folder}: wait for it, or end it") from error
         yield
     finally:
         os.close(descriptor)
+
+
+def file_name(text: str) -> str:
+    """A short text as a name that every file system takes."""
+    return re.sub(r"[^\w.%-]+", ".", text)[:40].strip(".")
 
 
 def write_text(path: Path, text: str) -> None:

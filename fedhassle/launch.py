@@ -10,21 +10,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 import torch
 
-from fedhassle.build import build_dataset, build_engine, build_method, build_net, build_split, settings_hash
+from fedhassle.build import (
+    build_dataset,
+    build_engine,
+    build_method,
+    build_net,
+    build_split,
+    hash_before,
+    settings_hash,
+)
 from fedhassle.config import DEVICES_OWN, Settings, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split, pooled
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
-from fedhassle.files import locked, remove_unfinished, write_json, write_text
+from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
 from fedhassle.memory import Memory
 from fedhassle.method import Method
-from fedhassle.provenance import hardware, versions
+from fedhassle.provenance import hardware, machine, versions
 from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
@@ -60,6 +68,38 @@ class Run:
         return Plan(self.settings.rounds, self.settings.clients_per_round, self.settings.seed)
 
 
+class Identity(NamedTuple):
+    """What is known of a run before it is built; runs of one hash and seed are the same run."""
+
+    settings_hash: str
+    seed: int
+    method: str
+    data: str
+    rounds: int
+    device: str
+    machine: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from other runs."""
+        return self.settings_hash, self.seed
+
+
+def identify(requested: Requested) -> Identity:
+    """Checks settings and says which run they make; no images are loaded, but for a user's own."""
+    settings = resolve(requested)
+    device, name = torch.device(settings.device), settings.data.name
+    return Identity(
+        hash_before(settings),
+        settings.seed,
+        settings.method.name,
+        Path(name).name,
+        settings.rounds,
+        settings.device,
+        machine(hardware(device, settings.threads)),
+    )
+
+
 def claim(requested: Requested, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
     folder = Folder(Path(out) if out else default_folder(requested))
@@ -78,8 +118,8 @@ def default_folder(requested: Requested) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
     method = requested.get("method", "name", "hassle")
     data = Path(requested.get("data", "name", "fmnist-mini")).stem
-    words = [re.sub(r"[^\w.-]+", ".", word)[:40].strip(".") for word in (method, data)]  # not yet checked
-    name = "-".join([*words, datetime.now().strftime("%Y%m%d-%H%M%S")])
+    words = [file_name(method), file_name(data), datetime.now().strftime("%Y%m%d-%H%M%S")]
+    name = "-".join(words)
     path, number = Path("runs") / name, 2
     while path.exists():
         path, number = Path("runs") / f"{name}-{number}", number + 1

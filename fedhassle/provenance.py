@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,12 @@ def hardware(device: torch.device, threads: int) -> dict[str, Any]:
     }
 
 
+def machine(hardware: Mapping[str, Any]) -> str:
+    """The part of it that decides how long a run takes: the GPU, else the processor and the threads used."""
+    return str(hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads")
+
+
+@cache
 def processor() -> str:
     """The processor's name, where the system tells it."""
     try:

@@ -8,6 +8,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from fedhassle.errors import UserError
 from fedhassle.names import nearest
 
 Settings = dict[str, Any]
+Changes = Sequence[str] | Mapping[str, Any]
+"""Settings over others: words KEY=VALUE, or a mapping whose keys may be dotted."""
 
 DEEPEST = 8
 PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
@@ -32,34 +35,41 @@ class Requested(NamedTuple):
         return str(found[-1]) if found else default
 
 
-def request(config: str | None, changes: Sequence[str] | Mapping[str, Any]) -> Requested:
-    """The layers of a preset or file and of changes, written KEY=VALUE or as a mapping with dotted keys."""
+def request(config: str | None, *changes: Changes) -> Requested:
+    """A layer of a preset or file, and above it one for each of the changes."""
+    return Requested((anchored(read(config or "quick")), *(anchored(layer(one)) for one in changes)))
+
+
+def layer(changes: Changes) -> Settings:
+    """Changes as tables of settings."""
     pairs = changes.items() if isinstance(changes, Mapping) else [key_value(change) for change in changes]
-    layer: Settings = {}
+    made: Settings = {}
     for key, value in pairs:
-        layer = overlaid(layer, expanded(nested(key, value)))
-    return Requested((anchored(read(config or "quick")), anchored(layer)))
+        made = overlaid(made, expanded(nested(key, value)))
+    return made
 
 
 def read(config: str) -> Settings:
     """A preset by name, or a TOML file."""
-    if config in presets():
-        text, where = (
-            resources.files("fedhassle").joinpath("presets", f"{config}.toml").read_text("utf-8"),
-            config,
-        )
-    elif config.endswith(".toml"):
+    return expanded(read_toml(config, "presets", "preset"))
+
+
+def read_toml(name: str, folder: str, what: str) -> Settings:
+    """A TOML file: one that the package ships in a folder, by its name, or a user's own by its path."""
+    known = shipped(folder)
+    if name in known:
+        text = known[name].read_text("utf-8")
+    elif name.endswith(".toml"):
         try:
-            text, where = Path(config).read_text("utf-8"), config
+            text = Path(name).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"the settings file {config} cannot be read: {error}") from error
+            raise UserError(f"the file {name} cannot be read: {error}") from error
     else:
-        hint = nearest(config, presets())
         raise UserError(
-            f"unknown preset {config!r}{hint} (there are {', '.join(presets())}; a file of settings ends in "
+            f"unknown {what} {name!r}{nearest(name, known)} (there are {', '.join(known)}; a file ends in "
             ".toml; a single setting is written KEY=VALUE)"
         )
-    return expanded(parsed(text, where))
+    return parsed(text, name)
 
 
 def parsed(text: str, where: str) -> Settings:
@@ -78,8 +88,14 @@ def parsed(text: str, where: str) -> Settings:
 
 def presets() -> list[str]:
     """The names of the shipped presets."""
-    files = resources.files("fedhassle").joinpath("presets").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return list(shipped("presets"))
+
+
+def shipped(folder: str) -> dict[str, Traversable]:
+    """The TOML files in a folder of the package, by their names."""
+    files = resources.files("fedhassle").joinpath(*folder.split("/")).iterdir()
+    found = {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
+    return dict(sorted(found.items()))
 
 
 def key_value(change: str) -> tuple[str, Any]:

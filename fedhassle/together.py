@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -15,24 +16,43 @@ from fedhassle.launch import Run, carry_out, heard
 from fedhassle.runs import Step
 from fedhassle.streams import STREAMS
 
+AT_ONCE = 12  # runs that share a GPU, where nobody says how many: each lane takes memory
+
 
 class Event(NamedTuple):
-    """A round of one of the runs that ended, or the run itself: with an error, or without one."""
+    """A run that begins, a round of it that ended, or its own end: with an error, or without one."""
 
     run: int  # by its place among the runs
+    begun: Run | None = None
     step: Step | None = None
     error: BaseException | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether this is the end of the run."""
+        return self.begun is None and self.step is None
 
-def carry_out_together(runs: Sequence[Run]) -> Iterator[Event]:
-    """Trains all of them to the end; what goes wrong in one does not stop the others."""
-    engines = [build_engine(run.settings) for run in runs]
-    # The switches of PyTorch's libraries are one for a process: runs that want others go one after another.
-    if engines[0].device.type == "cpu" or len(set(engines)) > 1:
-        yield from in_turn(runs)
-        return
-    with engines[0].active(), heard():
-        yield from side_by_side(runs)
+
+def carry_out_together(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
+    """Trains all of them to the end, at most so many at once; what goes wrong in one stops no other.
+
+    A run is taken from `runs` when its turn comes.
+    """
+    before = 0
+    # The switches of PyTorch's libraries are one for a process: runs that want others wait for those before.
+    for engine, group in itertools.groupby(runs, lambda run: build_engine(run.settings)):
+        begun = 0
+        with ExitStack() as stack:
+            if engine.device.type == "cpu":
+                events = in_turn(group)
+            else:
+                stack.enter_context(engine.active())
+                stack.enter_context(heard())
+                events = side_by_side(group, width)
+            for event in stack.enter_context(closing(events)):
+                begun += event.begun is not None
+                yield event._replace(run=before + event.run)
+        before += begun
 
 
 @contextmanager
@@ -49,20 +69,25 @@ def own_stream(device: torch.device) -> Iterator[None]:
         STREAMS.give_back(stream)
 
 
-def in_turn(runs: Sequence[Run]) -> Iterator[Event]:
+def in_turn(runs: Iterable[Run]) -> Generator[Event]:
     """One run after another."""
     for i, run in enumerate(runs):
         error: Exception | None = None
+        yield Event(i, begun=run)
         try:
             for step in carry_out(run):
-                yield Event(i, step)
+                yield Event(i, step=step)
         except Exception as raised:
             error = raised
         yield Event(i, error=error)
 
 
-def side_by_side(runs: Sequence[Run]) -> Iterator[Event]:
-    """All runs at once, each in a thread and on streams of its own."""
+def side_by_side(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
+    """So many runs at once, each in a thread and on streams of its own; when one ends, the next."""
+    if width is None:
+        runs = list(runs)
+        width = max(1, min(len(runs), AT_ONCE))
+    sharing = width
     events: SimpleQueue[Event] = SimpleQueue()
     stop = threading.Event()
 
@@ -70,24 +95,28 @@ def side_by_side(runs: Sequence[Run]) -> Iterator[Event]:
         error: BaseException | None = None
         try:
             with own_stream(run.device):
-                for step in carry_out(run, sharing=len(runs)):
-                    events.put(Event(i, step))
+                for step in carry_out(run, sharing):
+                    events.put(Event(i, step=step))
                     if stop.is_set():
                         break
         except BaseException as raised:
             error = raised
         events.put(Event(i, error=error))
 
-    threads = [threading.Thread(target=work, args=pair, name=f"run {pair[0]}") for pair in enumerate(runs)]
-    for thread in threads:
-        thread.start()
+    waiting, going = enumerate(runs), dict[int, threading.Thread]()
     try:
-        going = len(runs)
-        while going:
+        while True:
+            for i, run in itertools.islice(waiting, width - len(going)):
+                yield Event(i, begun=run)
+                going[i] = threading.Thread(target=work, args=(i, run), name=f"run {i}")
+                going[i].start()
+            if not going:
+                return
             event = events.get()
-            going -= event.step is None
+            if event.ended:
+                going.pop(event.run).join()
             yield event
     finally:  # an onlooker who leaves, by Ctrl-C for one, ends each run after its round
         stop.set()
-        for thread in threads:
+        for thread in going.values():
             thread.join()

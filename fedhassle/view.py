@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -85,28 +86,58 @@ def plain_line(step: Step, rounds: int, metrics: Metrics) -> str:
     return "  ".join([f"round {step.t}/{rounds}", scores(metrics), kinds(step.clients), seconds])
 
 
-def follow_together(events: Iterable[Event], runs: Sequence[Run], console: Console) -> list[Event]:
-    """Shows each round of several runs as it ends; returns how each run ended."""
-    ends = []
+class Watched(NamedTuple):
+    """A run of several that is shown while it goes on."""
+
+    name: str
+    task: TaskID
+    rounds: int
+    headline: str
+
+
+def name_of_folder(event: Event) -> str:
+    """A run by the name of its folder."""
+    return event.begun.folder.path.name if event.begun is not None else ""
+
+
+def follow_together(
+    events: Iterable[Event],
+    console: Console,
+    name: Callable[[Event], str] = name_of_folder,
+    ended: Callable[[Event], str] | None = None,
+) -> list[Event]:
+    """Shows each round of several runs as it ends; returns how each run ended.
+
+    Many runs are better told of when they have `ended`: by a line that takes the place of those of rounds,
+    and without what is merely good to know, which is in their logs.
+    """
+    ends, watched = [], dict[int, Watched]()
     with (
-        messages_on(console),
+        messages_on(console, logging.INFO if ended is None else logging.WARNING),
         Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress,
     ):
-        names = [run.folder.path.name for run in runs]
-        tasks = [
-            progress.add_task(name, total=run.settings.rounds, score="", clients="")
-            for name, run in zip(names, runs, strict=True)
-        ]
         for event in events:
-            run, name = runs[event.run], names[event.run]
-            if event.step is None:
-                ends.append(event)
+            if event.begun is not None:
+                watched[event.run] = watch(progress, event.begun, name(event))
+            elif event.step is not None:
+                run = watched[event.run]
+                show(progress, run.task, event.step, run.headline)
+                if not (console.is_terminal or ended) and event.step.metrics is not None:
+                    line = plain_line(event.step, run.rounds, event.step.metrics)
+                    console.print(f"{run.name}  {line}", highlight=False, soft_wrap=True)
             else:
-                show(progress, tasks[event.run], event.step, run.method.headline)
-                if not console.is_terminal and event.step.metrics is not None:
-                    line = plain_line(event.step, run.settings.rounds, event.step.metrics)
-                    console.print(f"{name}  {line}", highlight=False, soft_wrap=True)
+                ends.append(event)
+                if ended is not None:
+                    progress.remove_task(watched.pop(event.run).task)
+                    console.print(ended(event), highlight=False, soft_wrap=True)
     return sorted(ends, key=lambda end: end.run)
+
+
+def watch(progress: Progress, run: Run, name: str) -> Watched:
+    """A new line for a run."""
+    rounds = run.settings.rounds
+    task = progress.add_task(name, total=rounds, score="", clients="starting")
+    return Watched(name, task, rounds, run.method.headline)
 
 
 def scores(metrics: Metrics) -> str:
@@ -121,9 +152,9 @@ def kinds(clients: Sequence[Client]) -> str:
 
 
 @contextmanager
-def messages_on(console: Console) -> Iterator[None]:
+def messages_on(console: Console, level: int = logging.INFO) -> Iterator[None]:
     """Prints what the library has to say above the live line."""
-    handler = RichHandler(console=console, show_path=False, show_time=False, show_level=False, markup=False)
+    handler = RichHandler(level, console, show_path=False, show_time=False, show_level=False, markup=False)
     logger = logging.getLogger("fedhassle")
     logger.addHandler(handler)
     try:

@@ -1,5 +1,7 @@
 """Every test process computes on one thread: sums have one order, and workers do not crowd each other."""
 
+import multiprocessing
+import os
 import sys
 import textwrap
 import warnings
@@ -90,6 +92,26 @@ def finished(words, tmp_path_factory):
     code, out, err = small.call("run", *words, "--out", folder)
     assert (code, err) == (0, "")
     return folder, out
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Starts commands in processes forked from one that has PyTorch loaded: within milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedhassle.cli", "fedhassle.launch", "fedhassle.view"])
+    started = []
+
+    def start(*words, output=os.devnull):
+        arguments = [str(word) for word in words], str(output)
+        process = context.Process(target=small.command, args=arguments, daemon=True)
+        process.start()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join(small.LIMIT)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,6 +264,24 @@ def call(*words):
         except SystemExit as exit_:
             code = exit_.code or 0
     return code, out.getvalue(), err.getvalue()
+
+
+def command(words, output):
+    """The command line as the whole of a process; what it prints goes to a file."""
+    with open(output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):  # noqa: PTH123
+        sys.exit(guarded(lambda: app(words)))
+
+
+def kill_when(process, folder, condition, delay):
+    """SIGKILL once something is so, and a little later; the end of the process is no failure."""
+    deadline = time.monotonic() + LIMIT
+    while process.is_alive() and not condition(folder):
+        assert time.monotonic() < deadline, "the process hangs"
+    time.sleep(delay)
+    process.kill()
+    process.join(LIMIT)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
 
 
 def environment(**changes):

@@ -34,7 +34,9 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"launch", "model"},
     {"together"},
     {"view"},
+    {"reproduce"},
     {"api"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -36,6 +36,7 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
         (("resume",), ("FOLDER",)),
         (("split",), ("--json", "--picture", "--save", "--data-dir")),
         (("compare",), ("FOLDERS", "--picture")),
+        (("reproduce",), ("NAME", "KEY=VALUE", "--only", "--budget", "--together", "--results")),
         (("methods",), ("one line each",)),
         (("data",), ("list",)),
         (("data", "list"), ("--data-dir",)),

@@ -1,8 +1,5 @@
 """A run that is killed at any moment goes on where it was and ends in the same bits."""
 
-import contextlib
-import multiprocessing
-import os
 import random
 import signal
 import subprocess
@@ -16,9 +13,8 @@ from small import (
     assert_same_result,
     call,
     checkpoints,
+    kill_when,
 )
-
-from fedhassle.cli import app, guarded
 
 WATCHED = {
     "folder": lambda folder: folder.exists(),
@@ -32,43 +28,6 @@ WATCHED = {
     "model": lambda folder: (folder / "model.safetensors").exists(),
     "curves": lambda folder: (folder / "curves.png").exists(),
 }
-
-
-def command(words):
-    """The command line in a process that is forked from one which has PyTorch loaded already."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123
-        sys.exit(guarded(lambda: app(words)))
-
-
-@pytest.fixture(scope="module")
-def forked():
-    """Starts commands in processes of their own, within milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedhassle.cli", "fedhassle.launch", "fedhassle.view"])
-    started = []
-
-    def start(*words):
-        process = context.Process(target=command, args=([str(word) for word in words],), daemon=True)
-        process.start()
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join(LIMIT)
-
-
-def kill_when(process, folder, condition, delay):
-    """SIGKILL once something is so, and a little later; the end of the process is no failure."""
-    deadline = time.monotonic() + LIMIT
-    while process.is_alive() and not condition(folder):
-        assert time.monotonic() < deadline, "the process hangs"
-    time.sleep(delay)
-    process.kill()
-    process.join(LIMIT)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode
 
 
 def resume_to_the_end(words, folder):

@@ -8,7 +8,7 @@ import small
 import torch
 from small import resolved
 
-from fedhassle.build import build_dataset, settings_hash
+from fedhassle.build import build_dataset, hash_before, settings_hash
 from fedhassle.config import MACHINE
 from fedhassle.methods import METHODS
 
@@ -98,3 +98,19 @@ def test_the_hash_knows_a_split_in_a_file_by_its_content():
     other = dataclasses.replace(small.SPLIT, labelled=small.SPLIT.labelled[::-1])
     assert settings_hash(here, dataset, small.SPLIT) == settings_hash(there, dataset, small.SPLIT)
     assert settings_hash(here, dataset, small.SPLIT) != settings_hash(here, dataset, other)
+
+
+def test_the_hash_is_known_before_a_run_is_built(images, tmp_path, monkeypatch):
+    """Images of one's own, held out or not, and a split in a file count by content; others by name."""
+    small.SPLIT.save(tmp_path / "split.npz")
+    own = [f"data={images}", f"data={tmp_path / 'copy.npz'}"]
+    (tmp_path / "copy.npz").write_bytes(images.read_bytes())
+    for words in ([own[0]], [own[1]], [own[0], "data.holdout=0.2", "seed=3"], [f"data={images}", "rounds=3"]):
+        settings = resolved(*words)
+        assert hash_before(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
+    settings = resolved(own[0], f"split.file={tmp_path / 'split.npz'}")
+    assert hash_before(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
+    monkeypatch.setattr("fedhassle.build.build_dataset", None)  # nothing is loaded for a named set
+    named = dataclasses.replace(small.dataset(), name="cifar10")
+    settings = resolved("data=cifar10", "data.folder=nowhere")
+    assert hash_before(settings) == settings_hash(settings, named, small.SPLIT)

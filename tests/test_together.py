@@ -2,14 +2,17 @@
 
 import json
 import logging
+from typing import NamedTuple
 
 import pytest
 import small
+import torch
 from small import call
 
 import fedhassle
 from fedhassle import together
 from fedhassle.arrays import read_arrays
+from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.launch import start_several
 from fedhassle.requested import request, variations
@@ -24,7 +27,7 @@ def launched(folder, *choices, base=QUICK):
 
 
 def ends(events):
-    return {event.run: event.error for event in events if event.step is None}
+    return {event.run: event.error for event in events if event.ended}
 
 
 @pytest.mark.parametrize(
@@ -92,12 +95,72 @@ def test_each_run_logs_to_its_own_file(tmp_path):
 def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
     watching = together.side_by_side(runs)
-    next(watching)
+    next(event for event in watching if event.step is not None)
     watching.close()
     done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
     assert all(n < 50 for n in done) and max(done) >= 1
     code, *_ = call("resume", tmp_path / "a", tmp_path / "b")
     assert code == 0 and all((tmp_path / n / "summary.json").exists() for n in ("a", "b"))
+
+
+def test_so_many_at_once_and_the_next_when_one_ends(tmp_path):
+    """Four runs, two at a time: one is made ready only when there is room for it."""
+    choices = [(str(seed), [f"seed={seed}", f"rounds={2 + seed % 2}"]) for seed in range(4)]
+    runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
+    going, most, taken = set(), 0, []
+
+    def ready():
+        for i, run in enumerate(runs):
+            assert len(going) < 2
+            taken.append(i)
+            yield run
+
+    for event in together.side_by_side(ready(), 2):
+        if event.begun is not None:
+            assert event.begun is runs[event.run]
+            going.add(event.run)
+        elif event.ended:
+            assert event.error is None
+            going.remove(event.run)
+        else:
+            assert event.run in going
+        most = max(most, len(going))
+    assert (taken, most, going) == ([0, 1, 2, 3], 2, set())
+    assert all((tmp_path / name / "summary.json").exists() for name, _ in choices)
+
+
+def test_runs_that_want_other_switches_wait_for_those_before(tmp_path, monkeypatch):
+    """Two kinds of engine as if on a GPU; places count on over the groups."""
+    runs = launched(tmp_path, *((str(i), [f"seed={i}"]) for i in range(3)), base=[*QUICK, "method=fedavg"])
+    other, groups = together.build_engine(runs[0].settings), []
+
+    def engine(settings):
+        return FakeEngine(other, "one" if settings.seed < 2 else "two")
+
+    def side_by_side(group, width):
+        groups.append((group := list(group), width))
+        yield from together.in_turn(group)
+
+    monkeypatch.setattr(together, "build_engine", engine)
+    monkeypatch.setattr(together, "side_by_side", side_by_side)
+    events = list(together.carry_out_together(iter(runs), 5))
+    assert groups == [(runs[:2], 5), (runs[2:], 5)]
+    assert ends(events) == {0: None, 1: None, 2: None}
+    assert [event.run for event in events if event.begun is not None] == [0, 1, 2]
+
+
+class FakeEngine(NamedTuple):
+    """An engine that says it is on a GPU."""
+
+    real: Engine
+    name: str
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def active(self):
+        return self.real.active()
 
 
 def test_one_command_trains_every_combination(tmp_path):

@@ -1,0 +1,1 @@
+"""Commands of the command line that are more than a few lines."""

@@ -1,0 +1,181 @@
+"""`fedhassle reproduce`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedhassle.commands.options import DataDir, Device
+from fedhassle.errors import UserError
+
+if TYPE_CHECKING:
+    from fedhassle.reproduce.experiment import Cell, Experiment, Narrowing
+    from fedhassle.reproduce.ledger import Ledger
+    from fedhassle.reproduce.work import Work
+    from fedhassle.together import Event
+
+# PyTorch takes seconds to load: the command imports what needs it when it runs.
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]... [KEY=VALUE]...",
+            help="Experiments, or TOML files of one's own; then settings. Without a name: a list of them.",
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Choices joined as in a cell's name, such as cifar10-10% or 5%,20%.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these, such as hassle,fedavg.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many; else three.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Instead of 200: other runs, with figures apart.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Stops in time, such as 20m or 1h30m; the same command goes on.")
+    ] = None,
+    together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU; else 3.")] = None,
+    results: Annotated[Path, typer.Option(help="The ledger of finished runs.")] = Path("results"),
+    runs: Annotated[
+        Path | None, typer.Option(help="Where unfinished runs lie (else runs/reproduce).")
+    ] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+) -> None:
+    """Make the tables and figures of the paper, or list them.
+
+    A finished run is never made twice, a cut one goes on, and several processes can work at one ledger.
+    """
+    seconds = None if budget is None else seconds_of(budget)
+    words = list(names or [])
+    changes = [word for word in words if "=" in word and not word.endswith(".toml")]
+    changes += [f"rounds={rounds}"] if rounds is not None else []
+    changes += (
+        [f"data.folder={json.dumps(str(data_dir), ensure_ascii=False)}"] if data_dir is not None else []
+    )
+    changes += [f"device={json.dumps(device)}"] if device is not None else []
+    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
+    from fedhassle.reproduce.ledger import Ledger
+
+    named = [word for word in words if word not in changes]
+    chosen = [read_experiment(name) for name in dict.fromkeys(named) or experiments()]
+    narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
+    console, ledger = Console(), Ledger(results)
+    for reason in ledger.skipped.values():
+        say(console, f"skipped: {reason}")
+    if named:
+        make(chosen, narrowing, ledger, console, together=together, runs=runs, budget=seconds)
+    else:
+        show_list(chosen, narrowing, ledger, console)
+
+
+def split(words: str | None) -> tuple[str, ...]:
+    """Words with commas between them."""
+    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
+
+
+def seconds_of(text: str) -> float:
+    """A time such as 90s, 20m or 1h30m."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+    total = sum(float(number) * {"s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or not total:
+        raise UserError(f"--budget {text!r} is no time: write 90s, 20m or 1h30m")
+    return total
+
+
+def say(console: Console, text: str) -> None:
+    """A line of text as it is."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger, console: Console) -> None:
+    """The experiments, how much of each is done, and what is left."""
+    from fedhassle.reproduce.experiment import select
+    from fedhassle.reproduce.text import listing, time_left
+
+    cells = select(chosen, narrowing)
+    every = {cell.identity.key: cell for its in cells.values() for cell in its}
+    lacking = [cell for cell in every.values() if cell.identity not in ledger]
+    for line in listing(chosen, cells, ledger):
+        say(console, line)
+    left = time_left(lacking, ledger)
+    say(console, f"{len(every)} runs in all, {len(every) - len(lacking)} done; time left here: {left}")
+    say(console, "make one with: fedhassle reproduce NAME")
+
+
+def make(
+    chosen: Sequence[Experiment],
+    narrowing: Narrowing,
+    ledger: Ledger,
+    console: Console,
+    *,
+    together: int | None,
+    runs: Path | None,
+    budget: float | None,
+) -> None:
+    """Trains the cells that are lacking, then shows the figures."""
+    from fedhassle.reproduce.experiment import select
+    from fedhassle.reproduce.text import time_left
+    from fedhassle.reproduce.work import RUNS, Work
+
+    cells = select(chosen, narrowing)
+    work = Work(ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget)
+    if work.cells:
+        device = work.cells[0].identity.device
+        number = "1 run" if len(work.cells) == 1 else f"{len(work.cells)} runs"
+        about = f"{number} to make on {device}, {work.width} at once"
+        say(console, f"{about}; time left: {time_left(work.cells, ledger)}")
+        follow_work(work, console)
+    show_figures(chosen, cells, ledger, console)
+    left = len(work.left)
+    if left:
+        say(console, f"left: {left} of {len(work.cells)} runs; the same command goes on with them")
+    for cell, error in work.failed:
+        say(console, f"{cell} failed: {error}")
+    if work.failed:
+        raise typer.Exit(1)
+
+
+def follow_work(work: Work, console: Console) -> None:
+    """Shows the runs while they train."""
+    from fedhassle.view import follow_together
+
+    def ended(event: Event) -> str:
+        cell, count = work.cell(event), f"{len(work.done)} of {len(work.cells)}"
+        if event.error is not None:
+            return f"{cell} failed: {event.error}"
+        summary = work.ledger.summary(cell.identity)
+        if summary is None:
+            return f"{cell} has no result"
+        score = 100 * summary["accuracy"][summary["headline"]]["mean_of_last"]
+        return f"{count}  {cell}  {summary['headline']} {score:.2f} %  {summary['seconds']:.0f} s"
+
+    try:
+        follow_together(work.carry_out(), console, lambda event: str(work.cell(event)), ended)
+    except KeyboardInterrupt:
+        say(console, "stopped; the same command goes on")
+        raise typer.Exit(130) from None
+
+
+def show_figures(
+    chosen: Sequence[Experiment],
+    cells: Mapping[str, Sequence[Cell]],
+    ledger: Ledger,
+    console: Console,
+) -> None:
+    """A table for each experiment of which something is wanted."""
+    from fedhassle.reproduce.figures import figures
+    from fedhassle.reproduce.text import figures_table
+
+    for experiment in chosen:
+        if cells[experiment.name]:
+            shown = figures(experiment, cells[experiment.name], ledger)
+            console.print(figures_table(experiment, shown))

@@ -1,0 +1,239 @@
+"""An experiment: a TOML file that says which runs make a table or figure. Adding one needs no code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedhassle.errors import UserError, require
+from fedhassle.launch import Identity, identify
+from fedhassle.names import nearest
+from fedhassle.requested import Changes, Requested, layer, read_toml, request, shipped
+
+SHIPPED = "reproduce/experiments"
+SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an axis, and the settings that it stands for."""
+
+    id: str  # what it is called in keys and in --only
+    label: str  # what it is called by people
+    changes: Mapping[str, Any]
+    paper: bool  # whether the paper has it
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What varies in an experiment."""
+
+    name: str
+    label: str
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of the paper: a run for every combination of choices and every seed."""
+
+    name: str
+    title: str
+    source: str  # where the paper has it
+    about: str
+    show: str  # one of `SHOWN`
+    rows: tuple[str, ...]  # names of axes
+    columns: tuple[str, ...]
+    metrics: tuple[
+        str, ...
+    ]  # dotted, as in a run's metrics; a method that has none of them shows its headline
+    seeds: int
+    settings: Mapping[str, Any]  # of all its runs, over the preset `paper`
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of an experiment. Cells of two experiments with one identity are the same run."""
+
+    experiment: str
+    choices: tuple[Choice, ...]  # one for each axis
+    seed: int
+    requested: Requested
+
+    @property
+    def name(self) -> str:
+        """Its choices, such as cifar10-10%-hassle: what its seeds share."""
+        return "-".join(choice.id for choice in self.choices)
+
+    @property
+    def key(self) -> str:
+        """Its choices and its seed, such as cifar10-10%-hassle-0."""
+        return f"{self.name}-{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.experiment} {self.key}"
+
+    @property
+    def method(self) -> str:
+        """The name of its method."""
+        return self.requested.get("method", "name", "hassle")
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Which run it is; raises where its settings are wrong."""
+        try:
+            return identify(self.requested)
+        except UserError as error:
+            raise UserError(f"{self}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Which part of experiments is wanted, and what is changed in it."""
+
+    only: tuple[str, ...] = ()  # choices, joined in the order of the axes: cifar10-10%, 5%-hassle-0
+    methods: tuple[str, ...] = ()
+    seeds: int | None = None  # how many; else as many as the experiment has
+    changes: Changes = ()  # settings over those of the experiment
+
+
+def experiments() -> list[str]:
+    """The names of the shipped experiments."""
+    return list(shipped(SHIPPED))
+
+
+def read_experiment(name: str) -> Experiment:
+    """A shipped experiment by its name, or a user's own by the path of its file."""
+    table = read_toml(name, SHIPPED, "experiment")
+    known = {
+        **dict.fromkeys(("title", "source", "about", "show"), str),
+        **dict.fromkeys(("rows", "columns", "metrics", "axis"), list),
+        **{"seeds": int, "settings": dict},
+    }
+    require_fields(table, known, ("title", "axis"), name)
+    experiment = Experiment(
+        name=Path(name).stem,
+        title=table["title"],
+        source=table.get("source", ""),
+        about=table.get("about", ""),
+        show=table.get("show", "table"),
+        rows=tuple(table.get("rows", ())),
+        columns=tuple(table.get("columns", ())),
+        metrics=tuple(table.get("metrics", ())),
+        seeds=table.get("seeds", 3),
+        settings=table.get("settings", {}),
+        axes=tuple(read_axis(axis, name) for axis in table["axis"]),
+    )
+    check(experiment, name)
+    return experiment
+
+
+def read_axis(table: Any, where: str) -> Axis:
+    """An axis of an experiment's file."""
+    require_fields(table, {"name": str, "label": str, "choices": list}, ("name", "choices"), f"{where}: axis")
+    place = f"{where}: axis {table['name']!r}"
+    choices = tuple(read_choice(choice, place) for choice in table["choices"])
+    ids = [choice.id for choice in choices]
+    require(bool(ids) and len(set(ids)) == len(ids), f"{place} needs choices, each with an id of its own")
+    return Axis(table["name"], table.get("label", table["name"]), choices)
+
+
+def read_choice(table: Any, where: str) -> Choice:
+    """A choice of an axis."""
+    fields = {"id": str, "label": str, "set": dict, "paper": bool}
+    require_fields(table, fields, ("id",), f"{where}: choice")
+    return Choice(
+        table["id"], table.get("label", table["id"]), table.get("set", {}), table.get("paper", True)
+    )
+
+
+def require_fields(table: Any, known: Mapping[str, type], needed: Sequence[str], where: str) -> None:
+    """Refuses a table of a file that lacks a field, or has an unknown one or one of the wrong type."""
+    require(isinstance(table, dict), f"{where} must be a table, got {table!r}")
+    for key, value in table.items():
+        require(key in known, f"{where} has no {key!r}{nearest(key, known)} (known are {', '.join(known)})")
+        fits = isinstance(value, known[key]) and isinstance(value, bool) == (known[key] is bool)
+        require(fits, f"{where}: {key} must be of type {known[key].__name__}, got {value!r}")
+    for key in needed:
+        require(key in table, f"{where} needs {key!r}")
+
+
+def check(experiment: Experiment, where: str) -> None:
+    """Refuses an experiment that cannot be shown or run."""
+    require(experiment.show in SHOWN, f"{where}: show must be one of {', '.join(SHOWN)}")
+    require(experiment.seeds >= 1, f"{where}: seeds must be at least 1, got {experiment.seeds}")
+    names = [axis.name for axis in experiment.axes]
+    require(bool(names) and len(set(names)) == len(names), f"{where} needs axes, each with a name of its own")
+    for name in (*experiment.rows, *experiment.columns):
+        require(name in names, f"{where}: {name!r} is no axis{nearest(str(name), names)}")
+    taken = [axis.name for axis in experiment.axes for choice in axis.choices if "seed" in choice.changes]
+    require(
+        not taken and "seed" not in experiment.settings, f"{where}: seeds = N in place of settings of seed"
+    )
+
+
+def cells(experiment: Experiment, narrowing: Narrowing | None = None) -> list[Cell]:
+    """Its runs, the first seed of all of them first; of those the ones that are wanted."""
+    wanted = narrowing or Narrowing()
+    seeds = experiment.seeds if wanted.seeds is None else wanted.seeds
+    require(seeds >= 1, f"the number of seeds must be at least 1, got {seeds}")
+    require("seed" not in layer(wanted.changes), "the seeds are 0, 1, …: choose how many with --seeds")
+    chosen = list(itertools.product(*(axis.choices for axis in experiment.axes)))
+    made = (
+        make_cell(experiment, choices, seed, wanted.changes)
+        for seed, choices in itertools.product(range(seeds), chosen)
+    )
+    return [cell for cell in made if is_wanted(cell, wanted)]
+
+
+def make_cell(experiment: Experiment, choices: tuple[Choice, ...], seed: int, changes: Changes) -> Cell:
+    """A cell with its settings; not yet checked, since it may not be wanted."""
+    layers = [experiment.settings, *(choice.changes for choice in choices), changes]
+    return Cell(experiment.name, choices, seed, request("paper", *layers, {"seed": seed}))
+
+
+def is_wanted(cell: Cell, narrowing: Narrowing) -> bool:
+    """Whether a cell is in the part that is wanted."""
+    ids = [choice.id for choice in cell.choices]
+    if narrowing.methods and not {*ids, cell.method} & {*narrowing.methods}:
+        return False
+    return not narrowing.only or any(word in joined([*ids, str(cell.seed)]) for word in narrowing.only)
+
+
+def joined(ids: Sequence[str]) -> set[str]:
+    """Every part of a key that keeps its order: a, b, a-b."""
+    parts = (itertools.combinations(ids, n) for n in range(1, len(ids) + 1))
+    return {"-".join(part) for part in itertools.chain(*parts)}
+
+
+def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list[Cell]]:
+    """The wanted cells of experiments, by their names, all checked; a word that fits no cell is an error."""
+    whole = replace(narrowing, only=(), methods=())
+    every = [cell for experiment in chosen for cell in cells(experiment, whole)]
+    methods = dict.fromkeys(cell.method for cell in every)
+    axes = itertools.chain(*(experiment.axes for experiment in chosen))
+    ids = dict.fromkeys(choice.id for axis in axes for choice in axis.choices)
+    for word in narrowing.only:
+        require_fit(every, replace(whole, only=(word,)), f"--only {word!r}", nearest(word, ids), ids)
+    for word in narrowing.methods:
+        require_fit(
+            every, replace(whole, methods=(word,)), f"--methods {word!r}", nearest(word, methods), methods
+        )
+    found = {experiment.name: cells(experiment, narrowing) for experiment in chosen}
+    require(any(found.values()), "--only and --methods together leave no cell")
+    for cell in itertools.chain(*found.values()):
+        cell.identity  # noqa: B018 - raises where settings are wrong, before anything trains
+    return found
+
+
+def require_fit(
+    every: Sequence[Cell], narrowing: Narrowing, what: str, hint: str, known: Iterable[str]
+) -> None:
+    """Refuses a word that leaves no cell."""
+    fits = any(is_wanted(cell, narrowing) for cell in every)
+    require(fits, f"{what} fits no cell{hint} (known are {', '.join(known)})")

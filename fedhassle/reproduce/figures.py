@@ -1,0 +1,95 @@
+"""The figures of an experiment: what the ledger has, over seeds, beside what the paper prints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fedhassle.report.groups import Spread, spread
+from fedhassle.reproduce.experiment import Cell, Choice, Experiment
+from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.paper import HEADLINE, printed
+from fedhassle.runs import LAST, Metrics
+
+
+class Figure(NamedTuple):
+    """One figure: accuracies are shares, bytes are those of a client in a round."""
+
+    name: str  # of its cells, without the seed
+    choices: tuple[Choice, ...]
+    metric: str  # dotted, as in a run's metrics; `HEADLINE`: the accuracy that stands for the method
+    ours: Spread | None  # over the seeds that are done
+    done: int
+    seeds: int  # that are wanted
+    paper: float | None
+
+
+def figures(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Figure]:
+    """Those of the given cells, in the order of the experiment."""
+    together: dict[str, list[Cell]] = {}
+    for cell in cells:
+        together.setdefault(cell.name, []).append(cell)
+    return [figure for seeds in together.values() for figure in figures_of(experiment, seeds, ledger)]
+
+
+def figures_of(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger) -> list[Figure]:
+    """The figures of cells that differ in their seed alone."""
+    cell = seeds[0]
+    known = printed().get(experiment.name)
+    paper = {} if known is None else known.of(cell.name)
+    found = [summary for one in seeds if (summary := ledger.summary(one.identity)) is not None]
+    metrics = metrics_of(experiment, found[0]) if found else list(paper) or [HEADLINE]
+    return [
+        Figure(
+            cell.name,
+            cell.choices,
+            metric,
+            over_seeds(found, metric),
+            len(found),
+            len(seeds),
+            paper.get(metric),
+        )
+        for metric in metrics
+    ]
+
+
+def metrics_of(experiment: Experiment, summary: Metrics) -> list[str]:
+    """The metrics of an experiment that a run has, else its headline."""
+    return [name for name in experiment.metrics if has(summary["history"][-1], name)] or [HEADLINE]
+
+
+def has(line: Metrics, metric: str) -> bool:
+    """Whether a line of metrics has one of that name."""
+    table, _, name = metric.partition(".")
+    return isinstance(line.get(table), dict) and name in line[table]
+
+
+def over_seeds(summaries: Sequence[Metrics], metric: str) -> Spread | None:
+    """A figure over seeds."""
+    values = [value for summary in summaries if (value := final(summary, metric)) is not None]
+    return spread(values) if values else None
+
+
+def final(summary: Metrics, metric: str) -> float | None:
+    """What a whole run comes to: the headline of ruling 20, a mean of as many losses, bytes of a client."""
+    table, _, name = metric.partition(".")
+    if metric == HEADLINE or table == "accuracy":
+        return float(summary["accuracy"][name or summary["headline"]]["mean_of_last"])
+    if table in ("bytes_up", "bytes_down"):
+        clients = sum(line["clients"][name] for line in summary["history"])
+        return sum(line[table][name] for line in summary["history"]) / clients if clients else None
+    values = [value for _, value in curve(summary, metric)[-LAST:]]
+    return statistics.fmean(values) if values else None
+
+
+def curve(summary: Metrics, metric: str) -> list[tuple[int, float]]:
+    """A metric by round, where it is known."""
+    lines = [(line["round"], value_of(line, metric, summary["headline"])) for line in summary["history"]]
+    return [(t, float(value)) for t, value in lines if value is not None]
+
+
+def value_of(line: Metrics, metric: str, headline: str) -> Any:
+    """A metric in a line of metrics."""
+    table, _, name = metric.partition(".")
+    return line["accuracy"][headline] if metric == HEADLINE else line[table].get(name)

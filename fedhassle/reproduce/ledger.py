@@ -1,0 +1,105 @@
+"""The ledger: a folder of summaries of finished runs. Two become one by copying files."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from fedhassle.errors import UserError, require
+from fedhassle.files import UNFINISHED, file_name, write_json
+from fedhassle.launch import Identity
+from fedhassle.provenance import machine
+from fedhassle.runs import Metrics, read_summary
+
+FORMAT = 1
+TOGETHER = "together"  # what the ledger adds to a summary: how many runs shared the device
+
+
+class Entry(NamedTuple):
+    """What is remembered of a file: all but its history, which would fill the memory."""
+
+    path: Path
+    key: tuple[str, int]  # hash of the settings, and seed
+    kind: tuple[str, str]  # method and data
+    machine: str
+    seconds: float  # for a round, as a share of the device
+
+
+class Ledger:
+    """Summaries in a folder and those beneath it, found by the hash of their settings and their seed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.skipped: dict[Path, str] = {}  # files that are no summaries, and why
+        self._entries: dict[tuple[str, int], Entry] = {}
+        self._seen: set[Path] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in the files that came since, from other processes or by copying."""
+        for path in sorted(set(self.folder.rglob("*.json")) - self._seen):
+            if not path.name.startswith(UNFINISHED):
+                self._seen.add(path)
+                self._take_in(path)
+
+    def _take_in(self, path: Path) -> None:
+        try:
+            summary = read_summary(path)
+            require(summary.get("format") == FORMAT, f"{path} is not of format {FORMAT}")
+            entry = entry_of(path, summary)
+        except UserError as error:
+            self.skipped[path] = str(error)
+        else:
+            self._entries.setdefault(entry.key, entry)
+
+    def __contains__(self, run: Identity) -> bool:
+        return run.key in self._entries
+
+    def summary(self, run: Identity) -> Metrics | None:
+        """The result of a run, if it is there."""
+        entry = self._entries.get(run.key)
+        return None if entry is None else read_summary(entry.path)
+
+    def add(self, summary: Metrics, together: int = 1) -> Path:
+        """Keeps the result of one of so many runs at once; what is there already is never written over."""
+        known = self._entries.get((summary["settings_hash"], summary["seed"]))
+        if known is not None:
+            return known.path
+        path = self._free(summary)
+        write_json(path, {**summary, TOGETHER: together})
+        self._seen.add(path)
+        self._take_in(path)
+        return path
+
+    def _free(self, summary: Metrics) -> Path:
+        """A readable place for a summary; where something else has it, one with the whole hash."""
+        folder, method = self.folder / file_name(summary["data"]), file_name(summary["method"])
+        digest, seed = summary["settings_hash"], summary["seed"]
+        for part in (digest[:8], digest):
+            path = folder / f"{method}-{part}-{seed}.json"
+            if not path.exists():
+                return path
+        raise UserError(f"{path} is in the way and is no summary of this run: move it away")
+
+    def seconds(self, run: Identity) -> float | None:
+        """How long a run takes, by what its machine needed for the same settings, else for the method."""
+        here = [entry for entry in self._entries.values() if entry.machine == run.machine]
+        same = [entry.seconds for entry in here if entry.key[0] == run.settings_hash]
+        alike = [entry.seconds for entry in here if entry.kind == (run.method, run.data)]
+        measured = same or alike
+        return run.rounds * statistics.median(measured) if measured else None
+
+
+def entry_of(path: Path, summary: Metrics) -> Entry:
+    """What is remembered of a summary."""
+    try:
+        return Entry(
+            path,
+            (summary["settings_hash"], int(summary["seed"])),
+            (summary["method"], summary["data"]),
+            machine(summary["hardware"]),
+            summary["seconds"] / summary["rounds"] / summary.get(TOGETHER, 1),
+        )
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise UserError(f"{path} is no summary of a run: {type(error).__name__}: {error}") from error

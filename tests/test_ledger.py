@@ -1,0 +1,145 @@
+"""The ledger: finished runs as files, found by settings and seed, merged by copying."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedhassle.errors import UserError
+from fedhassle.launch import Identity
+from fedhassle.reproduce.experiment import cells, read_experiment
+from fedhassle.reproduce.ledger import Ledger
+
+RESULTS = Path(__file__).parents[1] / "results"
+HASH = "0123456789abcdef"
+
+
+def summary(seed=0, settings_hash=HASH, method="fedavg", seconds=20.0, machine="a", **changes):
+    """The summary of a run of ten rounds."""
+    line = {"round": 10, "accuracy": {"model": 0.5}, "bytes_up": {"full": 1}}
+    return {
+        **{"format": 1, "method": method, "data": "cifar10", "seed": seed, "settings": {}},
+        **{"settings_hash": settings_hash, "rounds": 10, "headline": "model", "seconds": seconds},
+        "accuracy": {"model": {"last": 0.5, "best": 0.6, "mean_of_last": 0.5}},
+        "hardware": {"gpu": None, "cpu": machine, "threads": 2},
+        "history": [line],
+        **changes,
+    }
+
+
+def run(seed=0, settings_hash=HASH, method="fedavg", rounds=10, machine="a"):
+    """A run as it is known before it begins."""
+    return Identity(settings_hash, seed, method, "cifar10", rounds, "cpu", f"{machine}, 2 threads")
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_a_run_is_found_by_its_settings_and_its_seed(tmp_path):
+    write(tmp_path / "deep" / "down" / "any name.json", summary(seed=3))
+    ledger = Ledger(tmp_path)
+    assert run(3) in ledger and ledger.summary(run(3))["seed"] == 3
+    assert run(0) not in ledger and ledger.summary(run(0)) is None
+    assert run(3, "f" * 16) not in ledger
+
+
+def test_no_folder_is_an_empty_ledger(tmp_path):
+    ledger = Ledger(tmp_path / "none")
+    assert run() not in ledger and not ledger.skipped
+
+
+def test_the_results_of_this_repository_are_a_ledger():
+    ledger = Ledger(RESULTS)
+    assert not ledger.skipped
+    found = [cell for cell in cells(read_experiment("table1")) if cell.identity in ledger]
+    assert "cifar10-10%-fedavg-0" in [cell.key for cell in found]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", '{"a": 1}', '"text"', "\0"),
+        summary(format=2),
+        summary(hardware=None),
+        summary(rounds=0),
+        summary(history=[]),
+        {key: value for key, value in summary().items() if key != "settings_hash"},
+        {key: value for key, value in summary().items() if key != "hardware"},
+    ],
+    ids=str,
+)
+def test_a_foreign_or_broken_file_is_skipped_and_named_once(content, tmp_path):
+    write(tmp_path / "foreign.json", content)
+    write(tmp_path / "good.json", summary(seed=1))
+    ledger = Ledger(tmp_path)
+    assert run(1) in ledger and run(0) not in ledger
+    assert list(ledger.skipped) == [tmp_path / "foreign.json"]
+    assert "foreign.json" in ledger.skipped[tmp_path / "foreign.json"]
+    ledger.skipped.clear()
+    ledger.refresh()
+    assert not ledger.skipped
+
+
+def test_what_is_no_json_and_what_is_half_written_is_left_alone(tmp_path):
+    write(tmp_path / "README.md", "no summary")
+    write(tmp_path / ".writing-x.json", '{"form')
+    assert not Ledger(tmp_path).skipped
+
+
+def test_a_finished_run_gets_a_readable_name(tmp_path):
+    ledger = Ledger(tmp_path / "results")
+    path = ledger.add(summary(seed=2), together=3)
+    assert path == tmp_path / "results" / "cifar10" / "fedavg-01234567-2.json"
+    assert run(2) in ledger and run(2) in Ledger(tmp_path / "results")
+    assert json.loads(path.read_text()) == {**summary(seed=2), "together": 3}
+    odd = ledger.add(summary(settings_hash="b" * 16, method="my.own:Method", data="a b.npz"))
+    assert odd == tmp_path / "results" / "a.b.npz" / "my.own.Method-bbbbbbbb-0.json"
+
+
+def test_what_is_there_is_never_written_over(tmp_path):
+    ledger = Ledger(tmp_path)
+    first = ledger.add(summary(seconds=1.0))
+    before = first.read_text()
+    assert ledger.add(summary(seconds=2.0)) == first and first.read_text() == before
+    place = tmp_path / "cifar10" / "fedavg-01234567-7.json"
+    write(place, "mine")
+    longer = Ledger(tmp_path).add(summary(seed=7))
+    assert longer.name == f"fedavg-{HASH}-7.json" and place.read_text() == "mine"
+    longer.write_text("mine too")
+    with pytest.raises(UserError, match="in the way"):
+        Ledger(tmp_path).add(summary(seed=7))
+    assert longer.read_text() == "mine too"
+
+
+def test_ledgers_merge_by_copying(tmp_path):
+    """One run that both have, and one that each has alone."""
+    one, two = Ledger(tmp_path / "one"), Ledger(tmp_path / "two")
+    for ledger, seeds in ((one, (0, 1)), (two, (1, 2))):
+        for seed in seeds:
+            ledger.add(summary(seed))
+    shutil.copytree(two.folder, one.folder, dirs_exist_ok=True)
+    shutil.copytree(two.folder, one.folder / "from elsewhere")
+    assert run(2) not in one
+    one.refresh()
+    assert all(run(seed) in one for seed in (0, 1, 2)) and not one.skipped
+    assert len(list((one.folder / "cifar10").iterdir())) == 3
+
+
+def test_times_are_those_of_the_same_settings_on_the_same_machine(tmp_path):
+    ledger = Ledger(tmp_path)
+    assert ledger.seconds(run()) is None
+    ledger.add(summary(seed=0, seconds=20.0))
+    ledger.add(summary(seed=1, seconds=40.0))
+    ledger.add(summary(seed=2, seconds=30.0))
+    assert ledger.seconds(run(seed=9)) == 30.0  # the median of 2, 4 and 3 seconds a round
+    assert ledger.seconds(run(seed=9, rounds=100)) == 300.0
+    assert ledger.seconds(run(machine="b")) is None
+    assert ledger.seconds(run(method="hassle", settings_hash="b" * 16)) is None
+    assert ledger.seconds(run(settings_hash="b" * 16)) == 30.0  # the method on the same images
+    ledger.add(summary(settings_hash="c" * 16, seconds=90.0), together=3)
+    assert ledger.seconds(run(settings_hash="c" * 16)) == 30.0  # a third of the machine
+    ledger.add(summary(settings_hash="d" * 16, seconds=500.0))
+    assert ledger.seconds(run(settings_hash="d" * 16)) == 500.0

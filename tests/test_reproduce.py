@@ -1,0 +1,480 @@
+"""`fedhassle reproduce`: cells are made once, whoever makes them and however often that is cut."""
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from small import LIMIT, but_seconds, call, checkpoints, kill_when
+
+from fedhassle import together
+from fedhassle.commands.reproduce import seconds_of
+from fedhassle.errors import UserError
+from fedhassle.files import locked
+from fedhassle.reproduce import work as working
+from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment
+from fedhassle.reproduce.figures import curve, figures, final
+from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.text import duration
+from fedhassle.reproduce.work import Clock, Work
+from fedhassle.together import Event
+
+RESULTS = Path(__file__).parents[1] / "results"
+TINY = """
+title = "Two methods on few images"
+source = "nowhere"
+rows = ["method"]
+columns = ["alpha"]
+metrics = ["accuracy.SM", "accuracy.EM"]
+seeds = 2
+
+[settings]
+data = "IMAGES"
+rounds = 4
+evaluate_every = 1
+clients_per_round = 4
+threads = 1
+device = "cpu"
+split.clients = 6
+split.labels = { full = 1, partial = 2, unlabelled = 3, share = 0.3 }
+method.epochs = 1
+method.batch = 16
+method.residual_steps = 2
+
+[[axis]]
+name = "alpha"
+choices = [{ id = "0.5", set = { split.alpha = 0.5 } }, { id = "5", set = { split.alpha = 5.0 } }]
+
+[[axis]]
+name = "method"
+choices = [
+  { id = "fedavg", label = "FedAvg", set = { method = "fedavg" } },
+  { id = "hassle", label = "HASSLE", set = { method = "hassle" } },
+]
+"""
+KEYS = [
+    f"{alpha}-{method}-{seed}" for seed in (0, 1) for alpha in ("0.5", "5") for method in ("fedavg", "hassle")
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(images, tmp_path_factory):
+    """The file of an experiment of eight runs, a fraction of a second each."""
+    path = tmp_path_factory.mktemp("experiment") / "tiny.toml"
+    path.write_text(TINY.replace("IMAGES", str(images)))
+    return path
+
+
+def make(tiny, folder, *words):
+    """Exit code and output of the command, with its ledger and runs in a folder."""
+    code, out, err = call(
+        *("reproduce", tiny, *words, "--results", folder / "results", "--runs", folder / "runs")
+    )
+    assert err == ""
+    return code, out
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """A folder in which all of it was made at once, and what was printed."""
+    folder = tmp_path_factory.mktemp("made")
+    code, out = make(tiny, folder)
+    assert code == 0
+    return folder, out
+
+
+def results(folder, method="*"):
+    """The summaries of a ledger by the names of their files, without what differs from run to run."""
+    files = sorted((folder / "results").rglob(f"{method}-*.json"))
+    return {file.name: essence(json.loads(file.read_text())) for file in files}
+
+
+def essence(summary):
+    kept = ("method", "data", "seed", "settings", "settings_hash", "split_hash", "rounds", "accuracy")
+    return {**{key: summary[key] for key in kept}, "history": but_seconds(summary["history"])}
+
+
+FEDAVG = [key for key in KEYS if "fedavg" in key]  # half of the cells, and the fast ones
+
+
+def work_on(tiny, folder, **options):
+    """Work on those of FedAvg."""
+    chosen = cells(read_experiment(str(tiny)), Narrowing(methods=("fedavg",)))
+    return Work(Ledger(folder / "results"), chosen, folder / "runs", **options)
+
+
+def told(out):
+    """The keys of the cells that a command says it has made."""
+    return re.findall(r"^\d+ of \d+  tiny (\S+)", out, re.MULTILINE)
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Fails the test if anything trains."""
+
+    def refuse(run, alone=True):
+        raise AssertionError(f"{run.folder.path} is trained again")
+        yield
+
+    monkeypatch.setattr(together, "carry_out", refuse)
+
+
+# Whole
+
+
+def test_every_cell_is_made_and_told_of_with_its_result(made):
+    folder, out = made
+    assert out.splitlines()[0] == "8 runs to make on cpu, 1 at once; time left: unknown"
+    assert told(out) == KEYS
+    found = results(folder)
+    assert len(found) == 8
+    for method, seed in itertools.product(("fedavg", "hassle"), (0, 1)):
+        assert sum(name.startswith(method) and name.endswith(f"-{seed}.json") for name in found) == 2
+    assert "round 1/4" not in out and "not asked" not in out  # that is in the logs
+
+
+def test_the_table_has_the_means_over_seeds(made, tiny):
+    folder, out = made
+    experiment = read_experiment(str(tiny))
+    shown = figures(experiment, cells(experiment), Ledger(folder / "results"))
+    assert [(f.name, f.metric) for f in shown] == [
+        *(("0.5-fedavg", ""), ("0.5-hassle", "accuracy.SM"), ("0.5-hassle", "accuracy.EM")),
+        *(("5-fedavg", ""), ("5-hassle", "accuracy.SM"), ("5-hassle", "accuracy.EM")),
+    ]
+    for figure in shown:
+        alpha, method = figure.name.split("-")
+        runs = [
+            run
+            for run in results(folder).values()
+            if run["method"] == method and run["settings"]["split"]["alpha"] == float(alpha)
+        ]
+        prediction = figure.metric.removeprefix("accuracy.") or "model"
+        scores = [run["accuracy"][prediction]["mean_of_last"] for run in runs]
+        assert len(scores) == figure.done == figure.seeds == 2 and figure.paper is None
+        assert figure.ours.mean == pytest.approx(sum(scores) / 2)
+        assert figure.ours.std == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
+        assert f"{100 * figure.ours.mean:.2f} ± {100 * figure.ours.std:.2f}" in out
+    assert "HASSLE" in out and "nowhere" in out
+
+
+def test_a_finished_run_keeps_what_is_worth_keeping(made):
+    folder, _ = made
+    kept = {"config.toml", "split.npz", "metrics.jsonl", "summary.json", "model.safetensors", "log.txt"}
+    homes = list((folder / "runs").iterdir())
+    assert len(homes) == 8  # and no locks
+    assert all({path.name for path in home.iterdir()} == {*kept, "curves.png"} for home in homes)
+
+
+def test_a_finished_cell_is_never_made_again(made, tiny, idle):
+    folder, first = made
+    before = results(folder)
+    code, out = make(tiny, folder)
+    assert code == 0 and not told(out) and "to make" not in out
+    assert out in first  # the same table
+    assert results(folder) == before
+
+
+def test_a_cell_of_two_experiments_is_made_once(tiny, tmp_path):
+    """The other is the same experiment, but for its names and a third value of α."""
+    more = '{ id = "much", set = { split.alpha = 5.0 } }, { id = "most", set = { split.alpha = 9.0 } }'
+    text = tiny.read_text().replace('{ id = "5", set = { split.alpha = 5.0 } }', more)
+    (tmp_path / "other.toml").write_text(text)
+    words = ("--seeds", "1", "--methods", "fedavg")
+    _, out = make(tiny, tmp_path, tmp_path / "other.toml", *words)
+    assert re.findall(r"^\d of 3  (\S+ \S+)", out, re.MULTILINE) == [
+        *("tiny 0.5-fedavg-0", "tiny 5-fedavg-0", "other most-fedavg-0"),
+    ]
+    assert len(results(tmp_path)) == 3 and out.count("1 of 1") == 5  # rows of two tables
+
+
+def test_a_part_is_made_and_then_the_rest(made, tiny, tmp_path):
+    _, out = make(tiny, tmp_path, "--only", "5-hassle", "--seeds", "1")
+    assert told(out) == ["5-hassle-0"]
+    _, out = make(tiny, tmp_path)
+    assert told(out) == [key for key in KEYS if key != "5-hassle-0"]
+    assert results(tmp_path) == results(made[0])
+
+
+def test_other_rounds_are_other_cells(made, tiny, tmp_path):
+    shutil.copytree(made[0] / "results", tmp_path / "results")
+    words = ("--rounds", "2", "--only", "5-fedavg", "--seeds", "1")
+    _, out = make(tiny, tmp_path, *words, "method.epochs=2")
+    assert told(out) == ["5-fedavg-0"] and len(results(tmp_path)) == 9
+    (added,) = [run for run in results(tmp_path).values() if run["rounds"] == 2]
+    assert added["settings"]["method"]["epochs"] == 2
+
+
+# Cut
+
+
+@pytest.mark.parametrize("budget", ["8s", "34s"])
+def test_a_budget_ends_the_work_and_the_same_command_goes_on(budget, made, tiny, tmp_path, monkeypatch):
+    """A clock that moves on by a second whenever somebody looks at it."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    with monkeypatch.context() as patch:
+        patch.setattr(working, "time", clock)
+        code, out = make(tiny, tmp_path, "--methods", "fedavg", "--budget", budget)
+    assert code == 0 and len(told(out)) == len(results(tmp_path)) < 4
+    assert f"left: {4 - len(told(out))} of 4 runs" in out
+    assert len(list((tmp_path / "runs").glob("*/checkpoints"))) == 1  # one was cut
+    code, _ = make(tiny, tmp_path, "--methods", "fedavg")
+    assert code == 0 and results(tmp_path) == results(made[0], "fedavg")
+    assert not list((tmp_path / "runs").glob("*.lock"))
+
+
+def test_a_cut_run_goes_on_from_its_checkpoint(made, tiny, tmp_path):
+    work = work_on(tiny, tmp_path)
+    steps = work.carry_out()
+    for event in steps:
+        if event.step is not None and event.step.t == 3:
+            break
+    steps.close()
+    (home,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert [path.stem for path in checkpoints(home)] == ["round-000002", "round-000003"]
+    again = work_on(tiny, tmp_path)
+    rounds = [event.step.t for event in again.carry_out() if event.step is not None]
+    assert rounds[:2] == [4, 1] and results(tmp_path) == results(made[0], "fedavg")
+
+
+def test_a_killed_process_loses_nothing(made, tiny, tmp_path, forked):
+    options = ("--results", tmp_path / "results", "--runs", tmp_path / "runs")
+    process = forked("reproduce", tiny, *options)
+
+    def in_its_second_run(runs):
+        return len(list(runs.glob("*/"))) > 1 and any(checkpoints(home) for home in runs.glob("*/"))
+
+    assert kill_when(process, tmp_path / "runs", in_its_second_run, 0) != 0
+    code, out = make(tiny, tmp_path)
+    assert code == 0 and "failed" not in out and 0 < len(told(out)) < 8
+    assert results(tmp_path) == results(made[0])
+
+
+def test_a_result_that_the_ledger_was_not_told_of_is_not_made_again(made, tiny, tmp_path, idle):
+    """Killed between the summary and the ledger, or the ledger was lost."""
+    shutil.copytree(made[0] / "runs", tmp_path / "runs")
+    code, _ = make(tiny, tmp_path)
+    assert code == 0 and results(tmp_path) == results(made[0])
+
+
+# Several processes, several ledgers
+
+
+def test_two_processes_share_the_cells_of_a_ledger(made, tiny, tmp_path, forked):
+    options = ("--results", tmp_path / "results", "--runs", tmp_path / "runs")
+    outputs = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    processes = [forked("reproduce", tiny, *options, output=output) for output in outputs]
+    for process in processes:
+        process.join(LIMIT)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert sorted(told(outputs[0].read_text()) + told(outputs[1].read_text())) == sorted(KEYS)
+    assert results(tmp_path) == results(made[0])
+
+
+def test_a_cell_in_another_process_is_left_to_it_and_looked_at_again(made, tiny, tmp_path):
+    work = work_on(tiny, tmp_path)
+    busy = work.cells[1]
+    lock = tmp_path / "runs" / f"{busy.identity.settings_hash[:8]}-{busy.seed}.lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with locked(lock):
+        assert {work.cell(event).key for event in work.carry_out()} == {*FEDAVG} - {busy.key}
+        assert [cell.key for cell in work.left] == [busy.key] and not work.failed
+    again = work_on(tiny, tmp_path)
+    assert {again.cell(event).key for event in again.carry_out()} == {busy.key}
+    assert results(tmp_path) == results(made[0], "fedavg")
+
+
+def test_a_cell_that_becomes_free_meanwhile_is_made_at_the_end(tiny, tmp_path):
+    work = work_on(tiny, tmp_path)
+    busy = work.cells[0]
+    lock = tmp_path / "runs" / f"{busy.identity.settings_hash[:8]}-{busy.seed}.lock"
+    lock.parent.mkdir()
+    lock.touch()
+    held, order = locked(lock), []
+    held.__enter__()
+    for event in work.carry_out():
+        if event.begun is not None:
+            order.append(work.cell(event).key)
+            if len(order) == 2:
+                held.__exit__(None, None, None)
+    assert order == [*FEDAVG[1:], FEDAVG[0]] and not work.left
+
+
+def test_a_cell_that_another_process_finished_meanwhile_is_not_made(made, tiny, tmp_path):
+    work = work_on(tiny, tmp_path)
+    begun = []
+    for event in work.carry_out():
+        if event.begun is not None:
+            begun.append(work.cell(event).key)
+            shutil.copytree(made[0] / "results", tmp_path / "results", dirs_exist_ok=True)
+    assert begun == FEDAVG[:1] and not work.left
+
+
+def test_ledgers_of_two_machines_merge_by_copying(made, tiny, tmp_path, idle):
+    """Half of the cells each, one of them in both."""
+    names = sorted(results(made[0]))
+    (source,) = (made[0] / "results").iterdir()
+    for machine, part in (("one", names[:5]), ("two", names[4:])):
+        for name in part:
+            target = tmp_path / machine / "results" / source.name / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, target)
+    shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
+    code, out = make(tiny, tmp_path / "one")
+    assert code == 0 and not told(out) and results(tmp_path / "one") == results(made[0])
+
+
+# What goes wrong
+
+
+def test_a_failure_does_not_stop_the_others(tiny, tmp_path):
+    """One that diverges, one whose split is impossible, one that is fine."""
+    bad = '{ id = "0.5", set = { method.lr = 1e30, method.clip = 0.0 } }, '
+    bad += '{ id = "none", set = { split.labels = "10%" } }'
+    text = tiny.read_text().replace('{ id = "0.5", set = { split.alpha = 0.5 } }', bad)
+    (tmp_path / "tiny.toml").write_text(text)
+    code, out = make(tmp_path / "tiny.toml", tmp_path, "--methods", "fedavg", "--seeds", "1")
+    assert code == 1 and told(out) == ["5-fedavg-0"]
+    assert re.search(r"^tiny 0.5-fedavg-0 failed: round \d: the updates of all clients", out, re.MULTILINE)
+    assert "\ntiny none-fedavg-0 failed: split.labels='10%' is a layout of 20 clients" in out
+    assert "left: 2 of 3 runs" in out and "missing" in out
+
+
+def test_a_folder_that_holds_another_run_is_left_alone(tiny, tmp_path, made):
+    """As if two hashes began alike: the run, finished or not, of another cell."""
+    first, second = (cell.identity for cell in work_on(tiny, tmp_path).cells[:2])
+    taken = tmp_path / "runs" / f"{first.settings_hash[:8]}-0"
+    shutil.copytree(made[0] / "runs" / f"{second.settings_hash[:8]}-0", taken)
+    words = ("--only", "0.5-fedavg-0")
+    for _ in range(2):
+        code, out = make(tiny, tmp_path, *words)
+        assert code == 1 and f"{taken} holds another run than 0.5-fedavg-0: move it away" in out
+        (taken / "summary.json").unlink(missing_ok=True)
+    assert not results(tmp_path) and (taken / "model.safetensors").exists()
+
+
+def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):
+    shutil.copytree(made[0] / "results", tmp_path / "results")
+    (tmp_path / "results" / "notes.json").write_text('{"mine": 1}')
+    code, out = make(tiny, tmp_path)
+    assert code == 0 and out.count("notes.json") == 1 and "skipped" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("tabel1",), "unknown experiment 'tabel1', did you mean 'table1'"),
+        (("table1", "--methods", "hasle"), "did you mean 'hassle'"),
+        (("table1", "--only", "cifar11"), "did you mean 'cifar10'"),
+        (("table1", "--budget", "soon"), "--budget 'soon' is no time"),
+        (("table1", "roundz=3"), "unknown setting 'roundz'"),
+        (("table1", "seed=3"), "--seeds"),
+        (("table1", "--device", "cdua"), "device"),
+        (("table1", "--together", "0"), "together"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_made(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("reproduce", *words)
+    assert code == 2 and message in err and not list(tmp_path.iterdir())
+
+
+# Lists and times
+
+
+def test_the_list_has_every_experiment_with_its_size_and_what_is_done():
+    code, out, err = call("reproduce", "--results", RESULTS)
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert set(experiments()) <= set(rows)
+    for name in ("table1", "ablation"):
+        counts = [int(number) for number in re.findall(r" (\d+)(?= )", rows[name])[-2:]]
+        assert counts[0] == len(cells(read_experiment(name)))
+        ledger = Ledger(RESULTS)
+        assert counts[1] == sum(cell.identity in ledger for cell in cells(read_experiment(name)))
+
+
+def test_the_time_left_is_told_at_the_speed_measured_here(made, tiny, tmp_path):
+    """A third seed of a cell of which two are there."""
+    shutil.copytree(made[0] / "results", tmp_path / "results")
+    _, out = make(tiny, tmp_path, "--seeds", "3", "--only", "5-fedavg-2")
+    assert re.match(r"1 run to make on cpu, 1 at once; time left: \d+ s\n", out)
+
+
+def test_our_figures_stand_beside_the_papers(tmp_path, monkeypatch, idle):
+    """A run of this repository: nothing is left to make."""
+    monkeypatch.chdir(tmp_path)
+    words = ("table1", "--only", "cifar10-10%-fedavg-0", "--results", RESULTS)
+    code, out, _ = call("reproduce", *words)
+    run = json.loads((RESULTS / "cifar10" / "fedavg-0.json").read_text())
+    ours = 100 * run["accuracy"]["model"]["mean_of_last"]
+    row = next(line for line in out.splitlines() if "accuracy" in line)
+    assert code == 0 and row.split()[-3:] == [f"{ours:.2f}", "57.85", f"{ours - 57.85:+.2f}"]
+
+
+def test_curves_losses_and_bytes_come_from_the_history(made):
+    run = json.loads(next((made[0] / "results").rglob("hassle-*-0.json")).read_text())
+    assert curve(run, "accuracy.UM") == [(m["round"], m["accuracy"]["UM"]) for m in run["history"]]
+    losses = [m["loss"]["w_S"] for m in run["history"] if m["loss"]["w_S"] is not None]
+    assert final(run, "loss.w_S") == pytest.approx(sum(losses) / len(losses))
+    up = sum(m["bytes_up"]["partial"] for m in run["history"])
+    asked = sum(m["clients"]["partial"] for m in run["history"])
+    assert final(run, "bytes_up.partial") == pytest.approx(up / asked)
+    for m in run["history"]:
+        m["clients"]["full"] = m["bytes_up"]["full"] = 0
+    assert final(run, "bytes_up.full") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("20m", 1200), ("1h30m", 5400), ("0.5h", 1800), ("1h1m1s", 3661)]
+)
+def test_a_budget_is_a_time(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "20", "m", "20 m", "0s", "-1h", "20mm", "1d"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UserError, match="20m or 1h30m"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3600, "1 h 0 min"), (8000, "2 h 13 min"), (200000, "2 d 7 h")],
+)
+def test_a_duration_in_words(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_clock_knows_what_still_ends_in_time(monkeypatch):
+    """Rounds of 2 s after a first one of 30 s, by a clock that is set by hand; 100 s in all."""
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: now.time))
+    clock = Clock(100.0)
+
+    def at(time, event):
+        now.time = time
+        clock.note(event)
+        return clock.allows_start(), clock.allows_round()
+
+    begun, step = SimpleNamespace(), SimpleNamespace()
+    assert at(0, Event(0, begun=begun)) == (True, True)
+    assert at(30, Event(0, step=step)) == (True, True)
+    assert at(69, Event(0, step=step)) == (True, False)  # a round of 39 s
+    assert at(71, Event(0, step=step)) == (False, True)  # of 2 s
+    assert at(97, Event(1, begun=begun)) == (False, True)
+    assert at(98, Event(0, step=step)) == (False, False)  # of 27 s
+    assert at(98, Event(0)) == (False, True)  # that run is over
+    now.time = 100
+    assert not clock.allows_round()
+    assert Clock(None).allows_round() and Clock(None).allows_start()
+
+
+def test_a_gpu_gets_several_runs_at_once(tiny, tmp_path, monkeypatch):
+    assert work_on(tiny, tmp_path, together=5).width == 1  # on a CPU one at a time, on all cores
+    monkeypatch.setattr(working, "on_gpu", lambda cells: True)
+    assert (work_on(tiny, tmp_path).width, work_on(tiny, tmp_path, together=5).width) == (3, 5)
