@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedhassle.commands import models
 from fedhassle.commands.options import DataDir, Device
 from fedhassle.commands.reproduce import reproduce
 from fedhassle.errors import DivergedError, UserError
@@ -285,6 +286,11 @@ def compare(
     console.print(comparison_table(groups))
     draw_curves(groups, picture)
     console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+
+
+app.command()(models.predict)
+app.command()(models.evaluate)
+app.command()(models.export)
 
 
 @app.command()

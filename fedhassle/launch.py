@@ -24,8 +24,10 @@ from fedhassle.build import (
     hash_before,
     settings_hash,
 )
+from fedhassle.card import model_card
 from fedhassle.config import DEVICES_OWN, Settings, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
+from fedhassle.data.layout import kind_of
 from fedhassle.data.partition import Split, pooled
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
@@ -37,7 +39,7 @@ from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
 from fedhassle.rounds import Plan
-from fedhassle.runs import Folder, Metrics, Step, conduct, finish
+from fedhassle.runs import KINDS, Folder, Metrics, Step, conduct, finish
 from fedhassle.simulator import Simulator
 from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays
@@ -234,7 +236,9 @@ def carry_out(run: Run, sharing: int = 1) -> Iterator[Step]:
             log.info("split: %s", note)
         every = settings.evaluate_every
         yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
-        summary = finish(run.folder, run.method, about_run(run), about_model(run))
+        about = about_model(run)
+        summary = finish(run.folder, run.method, about_run(run), about)
+        write_text(run.folder.card, model_card(summary, about))
         draw_curves(grouped([summary]), run.folder.curves)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
 
@@ -300,5 +304,14 @@ def about_model(run: Run) -> dict[str, Any]:
         "mean": list(run.dataset.mean),
         "std": list(run.dataset.std),
         "headline": run.method.headline,
+        "sites": site_counts(run.split),
         "versions": versions(),
     }
+
+
+def site_counts(split: Split) -> dict[str, int]:
+    """How many clients there are of each kind, and the images that they hold with and without labels."""
+    labelled, unlabelled = ([len(rows) for rows in part] for part in (split.labelled, split.unlabelled))
+    found: list[str] = [kind_of(*counts) for counts in zip(labelled, unlabelled, strict=True)]
+    images = {"labelled_images": sum(labelled), "unlabelled_images": sum(unlabelled)}
+    return {kind: found.count(kind) for kind in KINDS} | images

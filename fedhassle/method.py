@@ -195,6 +195,7 @@ class Method:
 
     pooled: ClassVar[bool] = False  # whether all labelled data lie in one place: a reference, no federation
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
+    modes: ClassVar[tuple[str, ...]] = ()  # the predictions that a user chooses from; (): the headline alone
 
     def __post_init__(self) -> None:
         # The upper bounds are those of memory: the walk of a whole phase is drawn before its first step.

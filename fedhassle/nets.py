@@ -265,6 +265,15 @@ class Net:
         pieces = [*self._pieces, *self._moments]
         return torch.cat([piece.flatten(tensors[piece.name].detach()) for piece in pieces])
 
+    def filled(self, weights: Tensor, statistics: Tensor) -> nn.Module:
+        """A module of its own, in evaluation mode, that holds a copy of these weights and statistics."""
+        flats = [*torch.split(weights, self.sizes), *torch.split(statistics, self.moments)]
+        pieces = [*self._pieces, *self._moments]
+        tensors = {piece.name: piece.view(flat) for piece, flat in zip(pieces, flats, strict=True)}
+        module = copy.deepcopy(self._module).eval()
+        module.load_state_dict(tensors, strict=False)  # tied weights go by two names; constants are there
+        return module
+
     def module(self, seed: int) -> nn.Module:
         """A module as `build` makes it."""
         with drawing, torch.random.fork_rng(devices=[]):

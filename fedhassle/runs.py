@@ -68,6 +68,11 @@ class Folder(NamedTuple):
         return self.path / "model.safetensors"
 
     @property
+    def card(self) -> Path:
+        """What a person should know of the model before using it."""
+        return self.path / "model.md"
+
+    @property
     def curves(self) -> Path:
         """A picture of the accuracy by round."""
         return self.path / "curves.png"

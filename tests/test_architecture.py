@@ -10,6 +10,7 @@ import fedhassle
 PACKAGE = Path(fedhassle.__file__).parent
 LAYERS = [  # from the bottom to the top; a module imports what lies below it, or beside it in a package
     {"errors", "randomness", "files", "names", "version", "provenance", "parallel", "streams"},
+    {"scores", "card"},
     {"data"},
     {"vectors"},
     {"arrays"},
@@ -32,7 +33,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"build"},
     {"bench"},
     {"launch", "model"},
-    {"together"},
+    {"together", "export"},
     {"view"},
     {"reproduce"},
     {"api"},

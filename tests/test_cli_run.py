@@ -38,7 +38,7 @@ def test_a_run_leaves_these_files(finished):
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "split.npz", "metrics.jsonl", "summary.json", "curves.png"),
-        *("model.safetensors", "checkpoints", "log.txt"),
+        *("model.safetensors", "model.md", "checkpoints", "log.txt"),
     }
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
         "round-000002.safetensors",

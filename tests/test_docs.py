@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,30 @@ def test_a_method_of_the_docs_trains(module, source, tmp_path, monkeypatch):
     assert set(result.accuracy) == {"model"}
     assert result.summary["method"] == f"{module}:{name}"
     assert result.model.predict(data.x_test).classes.shape == (40,)
+
+
+def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch, capsys):
+    """Every command and every line of Python of docs/models.md, in their order, after a shorter run."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/models.md").read_text("utf-8")
+    shorter = ["rounds=1", "clients_per_round=2", "method.epochs=1", "method.residual_steps=1", "threads=1"]
+    known, called = {}, []
+    for language, source in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            exec(compile(source, "docs/models.md", "exec"), known)
+            continue
+        for line in source.splitlines():
+            program, *words = shlex.split(line, comments=True)
+            if program == "fedhassle":
+                code, _, err = small.call(*words, *(shorter if words[0] == "run" else []))
+                assert (code, err) == (0, ""), line
+                called.append(words[0])
+    assert set(called) == {"run", "predict", "evaluate", "export"} and len(called) == 8
+    assert "agree" in capsys.readouterr().out
+    for file in ("first.csv", "first.json", "first.png", "sm.onnx", "runs/first/model.onnx"):
+        assert (tmp_path / file).stat().st_size > 1000
+    assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
 
 
 def test_there_are_two_examples():

@@ -99,7 +99,56 @@ def test_loading_a_model_imports_nothing_that_it_names(without_residuals, module
     assert "own_loaded" in sys.modules and type(model.method).__name__ == "Mine"
 
 
-@pytest.mark.parametrize("file", ["checkpoints/round-000004.safetensors", "curves.png", "nothere", "."])
+@pytest.mark.parametrize(
+    "file", ["checkpoints/round-000004.safetensors", "curves.png", "nothere", "checkpoints"]
+)
 def test_loading_anything_else_is_a_user_error(finished, file):
-    with pytest.raises(fedhassle.UserError, match=Path(file).name or str(finished[0])):
+    with pytest.raises(fedhassle.UserError, match=Path(file).name):
         fedhassle.load(finished[0] / file)
+
+
+def test_a_runs_folder_stands_for_its_model(finished, words, tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (3, 12, 12), dtype=np.uint8)
+    by_file, by_folder = (fedhassle.load(finished[0] / name).predict(x) for name in ("model.safetensors", ""))
+    assert (by_file.probabilities == by_folder.probabilities).all()
+    small.cut(words, tmp_path / "cut", 2)
+    with pytest.raises(fedhassle.UserError, match=rf"fedhassle resume {tmp_path / 'cut'}"):
+        fedhassle.load(tmp_path / "cut")
+
+
+def test_predictions_are_those_of_each_mode(finished, images):
+    model = fedhassle.load(finished[0])
+    with np.load(images) as file:
+        x = file["x_test"]
+    found = model.predictions(x)
+    assert list(found) == ["SM", "UM", "EM"] == list(model.modes) and model.image_size == (12, 12, 1)
+    for name, prediction in found.items():
+        alone = model.on("cpu").predict(x, mode=name)
+        assert (prediction.classes == alone.classes).all()
+        assert (prediction.probabilities == alone.probabilities).all()
+        np.testing.assert_allclose(prediction.probabilities.sum(1), 1, atol=1e-12)
+    with pytest.raises(fedhassle.UserError, match="auto, cpu or cuda, got 'tpu'"):
+        model.on("tpu")
+
+
+def test_large_images_pass_a_few_at_a_time(finished, monkeypatch):
+    model, seen = fedhassle.load(finished[0]), []
+    x = np.random.default_rng(0).integers(0, 256, (7, 12, 12), dtype=np.uint8)
+    whole = model.predict(x).probabilities
+    monkeypatch.setattr("fedhassle.model.PIXELS_A_PASS", 3 * 144)
+    predict = type(model.method).predict
+
+    def watched(self, state, x):
+        seen.append(len(x))
+        return predict(self, state, x)
+
+    monkeypatch.setattr(type(model.method), "predict", watched)
+    np.testing.assert_allclose(model.predict(x).probabilities, whole, atol=1e-6)
+    assert seen == [3, 3, 1]
+
+
+def test_a_model_that_diverged_says_so(finished):
+    model = fedhassle.load(finished[0])
+    model.state["w_S_before"].fill_(float("nan"))
+    with pytest.raises(fedhassle.UserError, match="NaN: its training diverged"):
+        model.predict(np.zeros((1, 12, 12), np.uint8))

@@ -1,1 +1,1 @@
-"""Commands of the command line that are more than a few lines."""
+"""Commands of the command line, a file for each kind."""

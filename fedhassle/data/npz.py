@@ -1,6 +1,7 @@
-"""Reads an .npz of images and labels and checks that it is sound."""
+"""Reads images and labels from .npz and .npy files and checks that they are sound."""
 
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,20 @@ class Content(NamedTuple):
     class_names: tuple[str, ...]
 
 
+class LabelledImages(NamedTuple):
+    """Images to test a model with."""
+
+    x: Images
+    y: Labels
+    class_names: tuple[str, ...] | None  # where the file says them
+
+
 def read(path: Path) -> Content:
     """Reads an .npz and makes sure that its arrays fit together."""
-    found = _members(path)
+    found = _members(path, (*Arrays._fields, "class_names"))
+    missing = [name for name in Arrays._fields if name not in found]
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; expected {', '.join(Arrays._fields)}")
     x_train, x_test = (_images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
     y_train, y_test = (_labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
     for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
@@ -52,8 +64,55 @@ def read(path: Path) -> Content:
     return Content(x_train, y_train, x_test, y_test, _class_names(found, len(present), path))
 
 
-def _members(path: Path) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of an .npz that concern us."""
+def read_test(path: Path) -> LabelledImages:
+    """Reads the test images of an .npz and their labels: x_test and y_test, else x and y."""
+    found = _members(path, ("x_test", "y_test", "x", "y", "class_names"))
+    pair = next((pair for pair in (("x_test", "y_test"), ("x", "y")) if found.keys() >= set(pair)), None)
+    if pair is None:
+        raise UserError(f"{path}: holds {_listed(found)}; expected x_test and y_test, or x and y")
+    x, y = _images(found[pair[0]], f"{path}: {pair[0]}"), _labels(found[pair[1]], f"{path}: {pair[1]}")
+    if len(x) != len(y):
+        raise UserError(f"{path}: {pair[0]} has {len(x)} images, {pair[1]} {len(y)} labels; expected as many")
+    if "class_names" not in found:
+        return LabelledImages(x, y, None)
+    names = _class_names(found, max(int(y.max()) + 1, found["class_names"].size), path)
+    return LabelledImages(x, y, names)
+
+
+def read_images(path: Path) -> Images:
+    """Reads images without labels: an .npy; of an .npz, the only array in it, else x_test, x or images.
+
+    An array (H, W) or (H, W, 1 or 3) is one image.
+    """
+    if path.suffix.lower() == ".npy":
+        try:
+            return _one_or_more(np.load(path, allow_pickle=False), str(path))
+        except (OSError, ValueError, EOFError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes"
+            ) from error
+    found = _members(path, None)
+    names = [name for name in ("x_test", "x", "images") if name in found] or list(found)[: len(found) == 1]
+    if not names:
+        raise UserError(f"{path}: holds {_listed(found)}; expected one array, or x_test, x or images")
+    return _one_or_more(found[names[0]], f"{path}: {names[0]}")
+
+
+def _one_or_more(x: NDArray[Any], where: str) -> Images:
+    """Brings one image, or several, to (N, H, W, C)."""
+    alone = x.ndim == 2 or (x.ndim == 3 and x.shape[2] in CHANNELS)
+    return _images(x[None] if alone else x, where)
+
+
+def _listed(found: dict[str, NDArray[Any]]) -> str:
+    """The names of arrays in words."""
+    return ", ".join(found) or "nothing"
+
+
+def _members(path: Path, wanted: Sequence[str] | None) -> dict[str, NDArray[Any]]:
+    """Reads those of the wanted arrays that an .npz has; None: all of them."""
     found, name = {}, "the file"
     try:
         with path.expanduser().open("rb") as stream:
@@ -61,7 +120,7 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
                 raise zipfile.BadZipFile("no zip file, or cut short")
             stream.seek(0)
             with np.load(stream, allow_pickle=False) as members:
-                for name in (*Arrays._fields, "class_names"):
+                for name in members.files if wanted is None else wanted:
                     if name in members:
                         found[name] = np.asarray(members[name])
     # Damaged bytes make numpy, zipfile and the decompressors raise a dozen kinds of errors.
@@ -70,9 +129,6 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
         raise UserError(
             f"{path}: cannot read {name} ({reason}); expected an .npz as numpy.savez writes it"
         ) from error
-    missing = [name for name in Arrays._fields if name not in found]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; expected {', '.join(Arrays._fields)}")
     return found
 
 

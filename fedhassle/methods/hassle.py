@@ -61,6 +61,7 @@ class Hassle(Method):
     warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
 
     headline: ClassVar[str] = "EM"
+    modes: ClassVar[tuple[str, ...]] = ("SM", "UM", "EM")
 
     def __post_init__(self) -> None:
         super().__post_init__()

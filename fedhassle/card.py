@@ -1,0 +1,123 @@
+"""The model card: what a person should know of a model before using it, in one page of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST_NAMES = 30  # classes that are listed
+
+PAGE = """\
+# {method} on {data}
+
+A classifier of images into {classes} classes, trained by federated learning with the method `{method}` \
+of fedhassle {version}.
+
+| | |
+|---|---|
+{facts}
+
+## Accuracy
+
+On {test}, which took no part in training, in per cent. The first column is the mean of the \
+last ten evaluations of the run (never its best round); the file holds the model of the last round.
+
+| prediction | last ten evaluations | last round |
+|---|---|---|
+{scores}
+
+## Intended use and limits
+
+Made for research and for judging the method on images like those it was trained on; before you rely on it, \
+measure it with `fedhassle evaluate` on labelled images of your own. It names one of its {classes} classes \
+for any image, also for one of none of them, its probabilities need not be calibrated, its accuracy may be \
+much lower on images from other devices, sites or people, and it is no medical device.
+
+## Use it
+
+```
+fedhassle predict {file} IMAGES…
+fedhassle evaluate {file} FOLDER
+fedhassle export {file} --onnx
+```
+"""
+
+
+def model_card(summary: Mapping[str, Any], about: Mapping[str, Any], file: str = "model.safetensors") -> str:
+    """The card of a finished run, from its summary and from what its model file says of itself."""
+    facts = "\n".join(f"| {what} | {cell(value)} |" for what, value in facts_of(summary, about).items())
+    rows = [
+        f"| {'**' if name == summary['headline'] else ''}{cell(name)}"
+        f"{'**' if name == summary['headline'] else ''} "
+        f"| {100 * score['mean_of_last']:.2f} | {100 * score['last']:.2f} |"
+        for name, score in summary["accuracy"].items()
+    ]
+    return PAGE.format(
+        method=cell(summary["method"]),
+        data=cell(summary["data"]),
+        classes=len(about["class_names"]),
+        test=tested_on(summary),
+        version=summary["versions"]["fedhassle"],
+        facts=facts,
+        scores="\n".join(rows),
+        file=file,
+    )
+
+
+def tested_on(summary: Mapping[str, Any]) -> str:
+    """The images that accuracies were measured on."""
+    held = summary["settings"]["data"].get("holdout")
+    kind = f"{held:.0%} of the training images" if held else "the test images"
+    return f"{kind} of {cell(summary['data'])}"
+
+
+def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, str]:
+    """What trained the model, a line each."""
+    channels, height, width = about["shape"]
+    settings, machine = summary["settings"], summary["hardware"]
+    return {
+        "classes": listed(about["class_names"]),
+        "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}; normalised with mean "
+        f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1",
+        "network": str(about["net"]),
+        "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
+        "sites": sites(about["sites"]),
+        "split": f"{split(settings['split'])}; sha256 {summary['split_hash'][:12]}…",
+        "rounds": f"{summary['rounds']}, {settings['clients_per_round']} sites in each",
+        "seed": str(summary["seed"]),
+        "precision": str(settings["precision"]),
+        "trained on": f"{machine['gpu'] or machine['cpu']} in {summary['seconds'] / 60:.1f} minutes",
+        "versions": ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
+        "settings": f"hash {summary['settings_hash']}; all of them in `config.toml`",
+    }
+
+
+def sites(counts: Mapping[str, int]) -> str:
+    """How many took part, and what they held."""
+    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("full", "partial", "unlabelled"))
+    samples = f"{counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
+    return f"{sum(counts[kind] for kind in ('full', 'partial', 'unlabelled'))} ({kinds}); {samples}"
+
+
+def split(settings: Mapping[str, Any]) -> str:
+    """How the images were divided."""
+    if settings.get("file"):
+        return "from a file"
+    return ", ".join(f"{key}={settings[key]}" for key in ("kind", "annotation", "labels", "alpha"))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Class names, the first of them where there are many."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def numbers(values: Sequence[float]) -> str:
+    """One number, or several in brackets."""
+    shown = [f"{value:.4g}" for value in values]
+    return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
+
+
+def cell(text: str) -> str:
+    """Text that cannot break a table, whatever a class or a file is called."""
+    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -1,0 +1,91 @@
+"""The model card beside a model."""
+
+import re
+
+import pytest
+from small import call, summary_of
+
+import fedhassle
+from fedhassle.card import model_card
+
+
+@pytest.fixture(scope="module")
+def made(finished):
+    """What the card of a finished run is made from."""
+    return summary_of(finished[0]), fedhassle.load(finished[0]).about
+
+
+def facts(card):
+    """The table of facts."""
+    return dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", card, re.MULTILINE))
+
+
+def test_a_run_leaves_the_card_of_its_model(finished, made):
+    assert (finished[0] / "model.md").read_text("utf-8") == model_card(*made)
+
+
+def test_the_card_says_what_trained_the_model(made):
+    summary, about = made
+    card = model_card(summary, about)
+    assert card.startswith("# hassle on small.npz\n")
+    found = facts(card)
+    assert found["sites"] == "6 (1 full, 2 partial, 3 unlabelled); 72 images with labels, 168 without"
+    assert found["rounds"] == "4, 4 sites in each" and found["seed"] == "0"
+    assert found["classes"] == "0, 1, 2, 3" and found["network"] == "lenet"
+    assert found["images"].startswith("12×12, grey; normalised with mean 0.")
+    assert "residual_steps=2" in found["method"] and "tau=2.0" in found["method"]
+    assert "kind=balanced" in found["split"] and summary["split_hash"][:12] in found["split"]
+    assert summary["hardware"]["cpu"] in found["trained on"]
+    assert all(f"{name} {version}" in found["versions"] for name, version in summary["versions"].items())
+    assert summary["settings_hash"] in found["settings"]
+
+
+def test_the_card_has_the_accuracies(made):
+    summary, about = made
+    rows = re.findall(
+        r"^\| \**(\w+)\** \| ([\d.]+) \| ([\d.]+) \|$", model_card(summary, about), re.MULTILINE
+    )
+    expected = [
+        (name, f"{100 * score['mean_of_last']:.2f}", f"{100 * score['last']:.2f}")
+        for name, score in summary["accuracy"].items()
+    ]
+    assert rows == expected and "| **EM** |" in model_card(summary, about)
+
+
+def test_the_card_says_what_it_was_tested_on(made):
+    summary, about = made
+    assert "On the test images of small.npz, which took no part in training" in model_card(summary, about)
+    data = {**summary["settings"]["data"], "holdout": 0.1}
+    held = {**summary, "settings": {**summary["settings"], "data": data}}
+    assert "On 10% of the training images of small.npz" in model_card(held, about)
+
+
+def test_the_limits_are_two_sentences(made):
+    text = model_card(*made)
+    limits = text[text.index("## Intended use and limits") :].split("\n\n")[1]
+    assert limits.count(". ") == 1 and limits.endswith(".")
+    assert "fedhassle evaluate" in limits and "no medical device" in limits
+
+
+def test_no_name_breaks_the_card(made):
+    summary, about = made
+    odd = {
+        **about,
+        "class_names": ["a|b", "new\nline", *(f"class {k}" for k in range(60))],
+        "mean": [0, 0, 0],
+    }
+    card = model_card({**summary, "data": "x|y.npz"}, {**odd, "shape": [3, 8, 9]})
+    found = facts(card)
+    assert found["classes"].startswith(r"a\|b, new line, class 0") and found["classes"].endswith(
+        "and 32 more"
+    )
+    assert found["images"].startswith("8×9, colour; normalised with mean (0, 0, 0)")
+
+
+def test_a_saved_split_and_a_reference_have_cards(without_residuals, finished, tmp_path):
+    words = [word for word in without_residuals if not word.startswith("split.")]
+    words += [f"split.file={finished[0] / 'split.npz'}", "method=central", "rounds=1"]
+    assert call("run", *words, "--out", tmp_path / "run")[0] == 0
+    found = facts((tmp_path / "run" / "model.md").read_text("utf-8"))
+    assert found["split"].startswith("from a file; sha256")
+    assert found["sites"].startswith("6 (1 full")

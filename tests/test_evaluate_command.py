@@ -1,0 +1,202 @@
+"""`fedhassle evaluate`: where labelled images come from, and the figures that it prints, writes and draws."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import small
+from PIL import Image
+from small import PNG, call, metrics_of, strict
+
+import fedhassle
+from fedhassle.commands.inputs import in_classes_of
+from fedhassle.errors import UserError
+from fedhassle.scores import as_json, score
+
+
+@pytest.fixture(scope="module")
+def data(images):
+    with np.load(images) as file:
+        return file["x_test"], file["y_test"]
+
+
+def figures(tmp_path, *words):
+    """What a call that went well wrote as JSON, and its error output."""
+    code, _, err = call("evaluate", *words, "--json", tmp_path / "figures.json")
+    assert code == 0, err
+    return strict((tmp_path / "figures.json").read_text("utf-8")), err
+
+
+def saved(folder, data, names):
+    """Images as files of these names."""
+    for image, name in zip(data, names, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[..., 0]).save(folder / name)
+
+
+def test_the_test_part_of_a_file_gives_what_the_run_said(finished, images, data, tmp_path):
+    found, err = figures(tmp_path, finished[0], images)
+    assert err == "" and found["images"] == 40 and list(found["predictions"]) == ["SM", "UM", "EM"]
+    model = fedhassle.load(finished[0])
+    for name, made in found["predictions"].items():
+        assert made["accuracy"] == metrics_of(finished[0])[-1]["accuracy"][name]
+        prediction = model.predict(data[0], name)
+        expected = as_json(score(*prediction, data[1]), model.class_names)
+        assert made == json.loads(json.dumps(expected))
+        assert made["accuracy_95"][0] < made["accuracy"] < made["accuracy_95"][1]
+
+
+def test_the_tables_show_the_figures(finished, images, tmp_path):
+    code, out, err = call("evaluate", finished[0], images)
+    assert (code, err) == (0, "")
+    found, _ = figures(tmp_path, finished[0], images)
+    for name, made in found["predictions"].items():
+        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {name} ")]
+        for share, interval in (("accuracy", "accuracy_95"), ("balanced_accuracy", "balanced_accuracy_95")):
+            low, high = made[interval]
+            assert f"{100 * made[share]:.1f} ({100 * low:.1f} – {100 * high:.1f})" in row
+        assert f"{made['auroc']:.3f}" in row and f"{made['ece']:.3f}" in row
+    by_class = out[out.index("by class, EM") :]
+    for made in found["predictions"]["EM"]["classes"]:
+        shown = ["–" if made[k] is None else f"{100 * made[k]:.1f}" for k in ("recall", "precision")]
+        pattern = rf"│ {made['name']} +│ +{made['images']} │ +{shown[0]} │ +{shown[1]} │"
+        assert re.search(pattern, by_class)
+
+
+def test_a_mode_alone(finished, images, tmp_path):
+    found, _ = figures(tmp_path, finished[0], images, "--mode", "um")
+    assert list(found["predictions"]) == ["UM"]
+    assert "by class, UM" in call("evaluate", finished[0], images, "--mode", "UM")[1]
+
+
+def test_folders_named_by_class(finished, images, data, tmp_path):
+    folder = tmp_path / "scans"
+    saved(folder, data[0], [f"{k}/deep/{i}.png" for i, k in enumerate(data[1])])
+    saved(folder, data[0][:2], ["unlabelled/x.png", ".cache/y.png"])
+    (folder / "notes.txt").touch()
+    found, err = figures(tmp_path, finished[0], folder)
+    assert err == "" and found["images"] == 40
+    expected, _ = figures(tmp_path, finished[0], images)
+    for name, made in found["predictions"].items():  # sums in another order
+        assert made["confusion"] == expected["predictions"][name]["confusion"]
+        assert made["auroc"] == pytest.approx(expected["predictions"][name]["auroc"], abs=1e-12)
+
+
+def test_a_list_of_labels(finished, images, data, tmp_path):
+    folder = tmp_path / "scans"
+    names = [f"part {i % 3}/{i}.png" for i in range(40)]
+    saved(folder, data[0], names)
+    lines = [f'"{name}", {k} ,x' for name, k in zip(names, data[1], strict=True)]
+    lines += [f"{names[0]},,no label", "nothere.png,,"]
+    (folder / "labels.csv").write_text("\ufefffile,label,who\r\n" + "\r\n".join(lines), "utf-8")
+    found, err = figures(tmp_path, finished[0], folder)
+    assert err == "" and found["images"] == 40
+    assert found["predictions"] == figures(tmp_path, finished[0], images)[0]["predictions"]
+
+
+def test_unreadable_images_are_named_and_left_out(finished, data, tmp_path):
+    folder = tmp_path / "scans"
+    saved(folder, data[0][:3], ["0/a.png", "0/b.png", "1/c.png"])
+    (folder / "0" / "b.png").write_bytes(b"\x89PNG")
+    found, err = figures(tmp_path, finished[0], folder)
+    assert found["images"] == 2 and str(folder / "0" / "b.png") in err
+    assert "1 of 3 images could not be read: left out" in err
+    assert [made["images"] for made in found["predictions"]["EM"]["classes"]] == [1, 1, 0, 0]
+    (folder / "labels.csv").write_text("file,label\n0/a.png,0\n0/gone.png,1\n")
+    found, err = figures(tmp_path, finished[0], folder)
+    assert found["images"] == 1 and "gone.png" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("file,label\na.png,0\na.png,zero\n", "labels.csv, line 3: the model has no class 'zero'"),
+        ("name,class\na.png,0\n", "needs a first line with file and label, got ['name', 'class']"),
+        ("", "needs a first line"),
+        ("file,label\na.png,\n", "holds no labelled images"),
+        ("file,label\ngone.png,0\n", "none of the 1 labelled images"),
+        (b"file,label\n\xff.png,0\n", "cannot be read"),
+    ],
+)
+def test_a_bad_list_ends_with_code_2(content, message, finished, tmp_path):
+    Image.new("L", (12, 12)).save(tmp_path / "a.png")
+    (tmp_path / "labels.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = call("evaluate", finished[0], tmp_path)
+    assert code == 2 and message in err and out == "" and "Traceback" not in err
+
+
+def test_a_folder_of_no_class_ends_with_code_2(finished, tmp_path):
+    (tmp_path / "cats").mkdir()
+    code, _, err = call("evaluate", finished[0], tmp_path)
+    assert code == 2 and "cats: the model has no class 'cats': expected one of 0, 1, 2, 3" in err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("fmnist-mni", "did you mean 'fmnist-mini'?"),
+        ("nothere.npz", "nothere.npz"),
+        ("fmnist-mini", "fmnist-mini has the label 9, the model the classes 0 to 3"),
+    ],
+)
+def test_data_that_cannot_be_ends_with_code_2(word, message, finished):
+    code, _, err = call("evaluate", finished[0], word)
+    assert code == 2 and message in err
+
+
+def test_images_of_another_size_are_fitted(finished, data, tmp_path):
+    x, y = np.kron(data[0], np.ones((1, 2, 2, 3), np.uint8)), data[1]
+    np.savez(tmp_path / "large.npz", x=x, y=y)
+    found, _ = figures(tmp_path, finished[0], tmp_path / "large.npz")
+    small_again = np.stack(
+        [Image.fromarray(image).convert("L").resize((12, 12), Image.Resampling.BICUBIC) for image in x]
+    )
+    classes = fedhassle.load(finished[0]).predict(small_again).classes
+    assert found["images"] == 40 and found["predictions"]["EM"]["accuracy"] == (classes == y).mean()
+
+
+def test_classes_go_by_their_names_where_both_sides_have_them():
+    y = np.array([0, 1, 1, 2])
+    assert in_classes_of(y, ("b", "c", "a"), ("a", "b", "c"), "x").tolist() == [1, 2, 2, 0]
+    assert in_classes_of(y, ("b", "c", "a", "never"), ("a", "b", "c"), "x").tolist() == [1, 2, 2, 0]
+    for theirs, ours in [(None, "abc"), (("0", "1", "2"), "abc"), (("b", "c", "a"), "012")]:
+        assert in_classes_of(y, theirs, tuple(ours), "x").tolist() == y.tolist()
+    with pytest.raises(UserError, match="x: the model has no class 'd'"):
+        in_classes_of(y, ("a", "d", "b"), ("a", "b", "c"), "x")
+    with pytest.raises(UserError, match="x has the label 2, the model the classes 0 to 1"):
+        in_classes_of(y, None, ("a", "b"), "x")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_holds_every_prediction(suffix, finished, images, tmp_path):
+    path = tmp_path / f"deep/x.{suffix}"
+    assert call("evaluate", finished[0], images, "--picture", path)[0] == 0
+    if suffix == "png":
+        assert path.read_bytes().startswith(PNG)
+        with Image.open(path) as picture:
+            assert min(picture.size) > 600 and len(picture.convert("RGB").getcolors(1 << 20)) > 50
+    else:
+        text = path.read_text("utf-8")
+        for name in ("SM", "UM", "EM"):
+            assert f"<!-- {name}: accuracy" in text and f"<!-- {name}: calibration error" in text
+
+
+def test_a_picture_of_another_kind_is_refused_before_any_work(finished, images, tmp_path):
+    code, out, err = call("evaluate", finished[0], images, "--picture", tmp_path / "x.gif")
+    assert code == 2 and ".png, .svg or .pdf" in err and out == ""
+
+
+def test_many_classes_and_odd_names_are_drawn(tmp_path, rng):
+    from fedhassle.report.matrix import draw_scores
+
+    for m in (2, 40):
+        p, y = rng.dirichlet(np.ones(m), 50), rng.integers(0, m, 50)
+        names = ["$x_{", "a" * 80, *(f"class {k}" for k in range(m - 2))]
+        draw_scores({"model": score(p.argmax(1), p, y)}, names, tmp_path / f"{m}.png", "$[title")
+        assert (tmp_path / f"{m}.png").read_bytes().startswith(PNG)
+
+
+def test_from_a_process_with_a_named_data_set_it_is_quiet(finished, images):
+    done = small.process("evaluate", finished[0], images)
+    assert done.returncode == 0 and done.stderr == b""
