@@ -17,6 +17,7 @@ from rich.table import Table
 from fedhassle.commands import models
 from fedhassle.commands.options import DataDir, Device
 from fedhassle.commands.reproduce import reproduce
+from fedhassle.commands.site import check
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.requested import Requested, request, variations
 from fedhassle.version import package_version
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+data_app.command("check")(check)
 console = Console()
 
 Words = Annotated[

@@ -37,6 +37,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"view"},
     {"reproduce"},
     {"api"},
+    {"federation"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -58,7 +59,8 @@ CONFIGURED = {
     "launch.py",
     "model.py",
     "cli.py",
-}  # cli.py: to show a split before a run
+    "federation_setup.py",
+}  # cli.py: to show a split before a run; federation_setup.py: to check [run] before all agree on it
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 

@@ -210,14 +210,14 @@ def _own(path: Path) -> Dataset:
     """Loads a user's file, with a network by its colours and pixel statistics of its training images."""
     arrays = npz.read(path)
     height, width, channels = arrays.x_train.shape[1:]
-    mean, std = _statistics(arrays.x_train)
+    mean, std = statistics(arrays.x_train)
     net = "lenet" if channels == 1 else "resnet8"
     # With its suffix the name cannot pass for one of the catalogue; the crop is CIFAR's, 4 pixels of 32.
     return Dataset(path.name, *arrays, net, mean, std, flip=True, crop=min(height, width) // 8)
 
 
-def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel; exact, from counts of the 256 values."""
+def statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel in [0, 1]; exact, from counts of the 256 values."""
     values, means, deviations = np.arange(256) / 255, [], []
     for channel in range(x.shape[3]):
         counts = np.zeros(256, np.int64)

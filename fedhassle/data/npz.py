@@ -1,7 +1,7 @@
 """Reads images and labels from .npz and .npy files and checks that they are sound."""
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from fedhassle.errors import UserError
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
+AnyArray = NDArray[Any]
 
 CHANNELS = (1, 3)  # grey, colour
 
@@ -37,12 +38,9 @@ class LabelledImages(NamedTuple):
 
 def read(path: Path) -> Content:
     """Reads an .npz and makes sure that its arrays fit together."""
-    found = _members(path, (*Arrays._fields, "class_names"))
-    missing = [name for name in Arrays._fields if name not in found]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; expected {', '.join(Arrays._fields)}")
-    x_train, x_test = (_images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
-    y_train, y_test = (_labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
+    found = members(path, Arrays._fields)
+    x_train, x_test = (images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
+    y_train, y_test = (labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
     for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if len(x) != len(y):
             raise UserError(
@@ -61,21 +59,21 @@ def read(path: Path) -> Content:
         raise UserError(
             f"{path}: y_test has the label {y_test.max()}; expected those of y_train, 0 to {present[-1]}"
         )
-    return Content(x_train, y_train, x_test, y_test, _class_names(found, len(present), path))
+    return Content(x_train, y_train, x_test, y_test, class_names(found, len(present), path))
 
 
 def read_test(path: Path) -> LabelledImages:
     """Reads the test images of an .npz and their labels: x_test and y_test, else x and y."""
-    found = _members(path, ("x_test", "y_test", "x", "y", "class_names"))
+    found = held(path, ("x_test", "y_test", "x", "y", "class_names"))
     pair = next((pair for pair in (("x_test", "y_test"), ("x", "y")) if found.keys() >= set(pair)), None)
     if pair is None:
         raise UserError(f"{path}: holds {_listed(found)}; expected x_test and y_test, or x and y")
-    x, y = _images(found[pair[0]], f"{path}: {pair[0]}"), _labels(found[pair[1]], f"{path}: {pair[1]}")
+    x, y = images(found[pair[0]], f"{path}: {pair[0]}"), labels(found[pair[1]], f"{path}: {pair[1]}")
     if len(x) != len(y):
         raise UserError(f"{path}: {pair[0]} has {len(x)} images, {pair[1]} {len(y)} labels; expected as many")
     if "class_names" not in found:
         return LabelledImages(x, y, None)
-    names = _class_names(found, max(int(y.max()) + 1, found["class_names"].size), path)
+    names = class_names(found, max(int(y.max()) + 1, found["class_names"].size), path)
     return LabelledImages(x, y, names)
 
 
@@ -93,7 +91,7 @@ def read_images(path: Path) -> Images:
             raise UserError(
                 f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes"
             ) from error
-    found = _members(path, None)
+    found = held(path, None)
     names = [name for name in ("x_test", "x", "images") if name in found] or list(found)[: len(found) == 1]
     if not names:
         raise UserError(f"{path}: holds {_listed(found)}; expected one array, or x_test, x or images")
@@ -103,7 +101,7 @@ def read_images(path: Path) -> Images:
 def _one_or_more(x: NDArray[Any], where: str) -> Images:
     """Brings one image, or several, to (N, H, W, C)."""
     alone = x.ndim == 2 or (x.ndim == 3 and x.shape[2] in CHANNELS)
-    return _images(x[None] if alone else x, where)
+    return images(x[None] if alone else x, where)
 
 
 def _listed(found: dict[str, NDArray[Any]]) -> str:
@@ -111,7 +109,18 @@ def _listed(found: dict[str, NDArray[Any]]) -> str:
     return ", ".join(found) or "nothing"
 
 
-def _members(path: Path, wanted: Sequence[str] | None) -> dict[str, NDArray[Any]]:
+def members(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:
+    """Reads the arrays of an .npz that concern us: the first wanted set that is there, and class names."""
+    for names in wanted:
+        found = held(path, (*names, "class_names"))
+        if found.keys() >= set(names):
+            return found
+    missing = [name for name in wanted[0] if name not in held(path, wanted[0])]
+    expected = ", or ".join(", ".join(names) for names in wanted)
+    raise UserError(f"{path}: lacks {', '.join(missing)}; expected {expected}")
+
+
+def held(path: Path, wanted: Sequence[str] | None) -> dict[str, AnyArray]:
     """Reads those of the wanted arrays that an .npz has; None: all of them."""
     found, name = {}, "the file"
     try:
@@ -119,10 +128,10 @@ def _members(path: Path, wanted: Sequence[str] | None) -> dict[str, NDArray[Any]
             if not zipfile.is_zipfile(stream):  # numpy would take it for a pickle
                 raise zipfile.BadZipFile("no zip file, or cut short")
             stream.seek(0)
-            with np.load(stream, allow_pickle=False) as members:
-                for name in members.files if wanted is None else wanted:
-                    if name in members:
-                        found[name] = np.asarray(members[name])
+            with np.load(stream, allow_pickle=False) as file:
+                for name in file.files if wanted is None else wanted:
+                    if name in file:
+                        found[name] = np.asarray(file[name])
     # Damaged bytes make numpy, zipfile and the decompressors raise a dozen kinds of errors.
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -132,7 +141,7 @@ def _members(path: Path, wanted: Sequence[str] | None) -> dict[str, NDArray[Any]
     return found
 
 
-def _images(x: NDArray[Any], where: str) -> Images:
+def images(x: AnyArray, where: str) -> Images:
     """Brings images to (N, H, W, C)."""
     if x.ndim == 3:
         x = x[..., None]
@@ -146,7 +155,7 @@ def _images(x: NDArray[Any], where: str) -> Images:
     return _pixels(x if last else x.transpose(0, 2, 3, 1), where)
 
 
-def _pixels(x: NDArray[Any], where: str) -> Images:
+def _pixels(x: AnyArray, where: str) -> Images:
     """Brings pixels to uint8: whole numbers stay as they are, fractions in [0, 1] become round(255·x)."""
     limit = {"u": 255, "i": 255, "f": 1}.get(x.dtype.kind)
     if limit is None:
@@ -158,18 +167,18 @@ def _pixels(x: NDArray[Any], where: str) -> Images:
     return np.ascontiguousarray(pixels, np.uint8)
 
 
-def _labels(y: NDArray[Any], where: str) -> Labels:
-    """Brings labels to int64."""
+def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:
+    """Brings labels to int64; a site's may be as low as −1, which means none."""
     if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
         raise UserError(f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)")
     low, high = y.min().item(), y.max().item()
     # No label can reach 2³¹ when each occurs; the bound keeps the conversion exact.
-    if not (low >= 0 and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
-        raise UserError(f"{where} runs from {low} to {high}; expected whole numbers 0 to M−1")
+    if not (low >= lowest and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
+        raise UserError(f"{where} runs from {low} to {high}; expected whole numbers {lowest} to M−1")
     return y.astype(np.int64)
 
 
-def _class_names(found: dict[str, NDArray[Any]], classes: int, path: Path) -> tuple[str, ...]:
+def class_names(found: Mapping[str, AnyArray], classes: int, path: Path) -> tuple[str, ...]:
     """Takes the names in the file, or else the numbers."""
     names = found.get("class_names", np.arange(classes).astype(str))
     try:

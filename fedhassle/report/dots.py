@@ -61,7 +61,12 @@ def _shown(class_names: Sequence[str], cell: float) -> list[str]:
     crowded = len(class_names) > MOST_NAMES or cell < TICKS_APART
     if crowded or all(name.isdecimal() for name in class_names):
         return []
-    return [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in class_names]
+    return [shortened(name) for name in class_names]
+
+
+def shortened(name: str) -> str:
+    """A class name, cut to a bearable length."""
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def _width(name: str) -> float:

@@ -1,0 +1,128 @@
+"""`fedhassle data check`: what a site holds, before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fedhassle.errors import require
+
+if TYPE_CHECKING:
+    from fedhassle.data.survey import Survey
+
+FEW = 10  # problems and sizes that are shown unless all are wanted
+
+console = Console()
+
+
+def check(
+    folder: Annotated[Path, typer.Argument(help="Images: a folder, or an .npz.")],
+    agreement: Annotated[
+        Path | None,
+        typer.Option(help="The federation's file: its classes, size and colours. Else the folder's own."),
+    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="The label file (else labels.csv in it).")] = None,
+    picture: Annotated[Path, typer.Option(help="Where the picture of examples goes (.png).")] = Path(
+        "check.png"
+    ),
+    show_all: Annotated[bool, typer.Option("--all", help="Name every file with a problem.")] = False,
+) -> None:
+    """Check a site's images and labels.
+
+    Counts them per class, says what is wrong with which file, and draws examples. FOLDER holds images
+    (png jpg webp tif bmp, in folders or not) and labels.csv with the columns file and label, a blank label
+    meaning none; or a folder for each class and one called unlabelled. It may also be an .npz with x and y,
+    -1 meaning unlabelled. Nothing leaves this machine.
+    """
+    from fedhassle.data.survey import survey
+    from fedhassle.report.examples import draw_examples
+
+    form = None
+    if agreement is not None:
+        from fedhassle.federation.agreement import read_agreement
+
+        form = read_agreement(agreement).data.form
+    inside = folder.is_dir() and picture.resolve().is_relative_to(folder.resolve())
+    require(not inside, f"{picture} would count as an image of {folder}: choose another --picture")
+    with shown_progress(console) as progress:
+        found = survey(folder, form, labels, progress)
+    show_survey(found, None if show_all else FEW, console)
+    draw_examples(found.site, found.class_names, picture)
+    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def shown_progress(on: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar that moves while images are read, in a terminal."""
+    with Progress(console=on, transient=True, disable=not on.is_terminal) as bar:
+        task = bar.add_task("reading images", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def show_survey(found: Survey, most: int | None, on: Console) -> None:
+    """The tables and lists of a survey; of long lists so many lines."""
+
+    def say(line: str) -> None:
+        on.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    total, labelled = len(found.site.y), sum(found.counts)
+    say(f"{total:,} {plural('image', total)}, {labelled:,} labelled ({labelled / total:.0%})")
+    on.print(counts_table(found))
+    for what, counted in (("formats", found.formats), ("modes", found.modes)):
+        say(f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counted)}")
+    say(f"sizes    {sizes_line(found.sizes)}")
+    for what, files in found.converted:
+        say(f"converted: {what}: {len(files):,} {plural('image', len(files))}")
+        for line in first(files, most):
+            say(f"  {line}")
+    if found.skipped:
+        say(f"skipped: {len(found.skipped):,}")
+        for line in first([f"{problem.path}: {problem.what}" for problem in found.skipped], most):
+            say(f"  {line}")
+    if not found.converted and not found.skipped:
+        say("no problems")
+
+
+def counts_table(found: Survey) -> Table:
+    """Labelled images per class, and those without a label."""
+    table = Table()
+    table.add_column("class", overflow="fold")
+    table.add_column("images", justify="right")
+    for name, count in zip(found.class_names, found.counts, strict=True):
+        table.add_row(escaped(name), f"{count:,}")
+    table.add_row("unlabelled", f"{found.unlabelled:,}", style="dim")
+    return table
+
+
+def escaped(text: str) -> str:
+    """Text that rich shows as it is: a class may be called [x]."""
+    return text.replace("[", r"\[")
+
+
+def sizes_line(sizes: Sequence[tuple[tuple[int, int], int]]) -> str:
+    """The most frequent sizes, and between which all of them lie."""
+    line = ", ".join(f"{width}×{height} {count:,}" for (width, height), count in sizes[:FEW])
+    if len(sizes) <= FEW:
+        return line
+    widths, heights = zip(*(size for size, _ in sizes), strict=True)
+    between = f"{min(widths)} to {max(widths)} wide, {min(heights)} to {max(heights)} high"
+    return f"{line}, and {len(sizes) - FEW:,} more: {between}"
+
+
+def first(lines: Sequence[str], most: int | None) -> list[str]:
+    """The first lines, and how many are left."""
+    if most is None or len(lines) <= most:
+        return list(lines)
+    return [*lines[:most], f"… and {len(lines) - most:,} more (--all shows them)"]
+
+
+def plural(noun: str, count: int) -> str:
+    """A noun as its number has it."""
+    return noun if count == 1 else f"{noun}s"

@@ -1,0 +1,109 @@
+"""A site's label file: a CSV with the columns `file` and `label`."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedhassle.errors import UserError, require
+
+COLUMNS = ("file", "label")
+DELIMITERS = (",", ";")
+
+
+class Row(NamedTuple):
+    """A line of a label file; a blank label means none."""
+
+    number: int  # as a spreadsheet counts: the header is 1
+    file: str
+    label: str
+
+
+def read_labels(path: Path) -> list[Row]:
+    """The rows of a label file: UTF-8, with or without BOM, comma or semicolon, a header with both columns.
+
+    The order of columns is free, further ones are ignored, and so are empty lines.
+    """
+    lines = _lines(path)
+    header, rows = lines[0], lines[1:]
+    columns = [_column(header, name, path) for name in COLUMNS]
+    found = []
+    for number, cells in enumerate(rows, start=2):
+        file, label = (cells[k].strip() if k < len(cells) else "" for k in columns)
+        require(bool(file) or not label, f"{path}: row {number} has the label {label!r} but names no file")
+        if file:
+            found.append(Row(number, file, label))
+    return found
+
+
+def same_text(name: str) -> str:
+    """A name in the one form of Unicode that names are compared in: macOS writes ü as two characters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def numbered(class_names: Sequence[str]) -> dict[str, int]:
+    """The number of each class by its name."""
+    return {same_text(name): number for number, name in enumerate(class_names)}
+
+
+def class_number(label: str, numbers: Mapping[str, int], where: str) -> int:
+    """The number of a class by a name that someone wrote; the error says where."""
+    number = numbers.get(same_text(label))
+    if number is None:
+        raise UserError(f"{where} {label!r} is none of the agreed classes{_hint(label, numbers)}")
+    return number
+
+
+def _hint(label: str, class_names: Iterable[str]) -> str:
+    """The nearest class, whatever its capitals; else some of those there are."""
+    lowered = {name.lower(): name for name in class_names}
+    near = difflib.get_close_matches(label.lower(), lowered, n=1, cutoff=0.5)
+    if near:
+        return f", did you mean {lowered[near[0]]!r}?"
+    return f" ({listed(class_names)})"
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """Names in a sentence, not too many."""
+    shown = list(names)
+    return ", ".join(shown[:most]) + ", …" * (len(shown) > most)
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """The file as cells."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as “CSV UTF-8”") from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the label file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    try:
+        ways = [
+            list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)) for delimiter in DELIMITERS
+        ]
+    except csv.Error as error:
+        raise UserError(f"{path} is no CSV: {error}") from error
+    require(bool(ways[0]), f"{path} is empty: expected a header with {' and '.join(COLUMNS)}")
+    return max(ways, key=lambda lines: len({*map(_plain, lines[0])} & {*COLUMNS}))
+
+
+def _plain(cell: str) -> str:
+    return cell.strip().lower()
+
+
+def _column(header: Sequence[str], name: str, path: Path) -> int:
+    """Where a column stands."""
+    places = [k for k, cell in enumerate(header) if _plain(cell) == name]
+    if len(places) != 1:
+        found = ", ".join(cell.strip() for cell in header) or "nothing"
+        raise UserError(
+            f"{path}: expected a header with one column {name!r} (comma or semicolon), found {found}"
+        )
+    return places[0]

@@ -1,0 +1,222 @@
+"""One picture, from a file to pixels of an agreed size and number of channels.
+
+What a file holds becomes 8-bit grey or RGB by these rules, in this order; what they change is named:
+
+1. Of several frames or pages the first counts.
+2. The picture is turned as its EXIF orientation says. Colour profiles are ignored.
+3. Of 16 bits the upper 8 stay, in grey and in colour: never stretched, so that pictures stay comparable.
+   1-bit pictures become black and white. Floats in [0, 1] become round(255·x). Other whole numbers and
+   floats have no scale that we could know, and are refused.
+4. Transparent parts show white.
+5. Palettes, CMYK and other colour spaces become RGB; RGB becomes grey by ITU-R 601 luma, grey becomes RGB.
+6. A picture of another size is scaled (bicubic) until it covers the agreed size, its proportions kept, and
+   what stands over is cut, as much on either side.
+
+What cannot be read whole, or has more than `MOST_PIXELS` pixels, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from fedhassle.data.npz import Images
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
+# Whatever the suffix says, and no others: some formats make Pillow run programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+MOST_PIXELS = 89_478_485  # where Pillow, too, begins to suspect a decompression bomb
+FINE = 3  # a JPEG is decoded at no less than so many times the agreed size; more changes nothing one can see
+
+ORIENTATION = 0x0112  # the EXIF tag
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+FIRST_FRAME = "several frames or pages: the first counts"
+TURNED = "turned as its EXIF orientation says"
+SIXTEEN_BITS = "16 bits: the upper 8 stay"
+DARK = "16 bits of which at most 12 are used, so almost black: better scaled to all 16 first"
+ONE_BIT = "1 bit to black and white"
+FLOATS = "floats in [0, 1] to 0 … 255"
+OPAQUE = "without its alpha channel, which hid nothing"
+OVER_WHITE = "transparent parts over white"
+TO_GREY, TO_RGB = "RGB to grey", "grey to RGB"
+REDUCED, ENLARGED = "reduced to the agreed size", "enlarged to the agreed size"
+REDUCED_AND_CUT, ENLARGED_AND_CUT = f"{REDUCED}, edges cut", f"{ENLARGED}, edges cut"
+TO_FIT = (TO_GREY, TO_RGB, REDUCED, ENLARGED, REDUCED_AND_CUT, ENLARGED_AND_CUT)  # what an agreement asks for
+
+
+class UnusableError(Exception):
+    """A file whose picture cannot be used; the message says why."""
+
+
+class Met(NamedTuple):
+    """What a file held."""
+
+    format: str
+    mode: str  # as Pillow names it: L, RGB, CMYK, I;16 and so on
+    width: int
+    height: int
+
+
+class Picture(NamedTuple):
+    """Pixels as agreed, what they come from, and what was done to them."""
+
+    pixels: Images  # (H, W, C)
+    met: Met
+    converted: tuple[str, ...]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keeps Pillow's warnings of odd files off the terminal; not to be entered in several threads at once."""
+    with catch_warnings():
+        simplefilter("ignore")
+        yield
+
+
+def read_picture(path: Path, height: int, width: int, channels: int) -> Picture:
+    """The picture in a file, by the rules above."""
+    try:
+        with path.open("rb") as stream, Image.open(stream, formats=FORMATS) as image:
+            met = Met(str(image.format), image.mode, *image.size)
+            _refuse_vast(image)
+            notes: list[str] = []
+            whole = _decoded(image, max(height, width), notes)
+            return Picture(_pixels(whole, height, width, channels, notes), met, tuple(notes))
+    except UnusableError:
+        raise
+    except UnidentifiedImageError as error:
+        raise UnusableError("holds no PNG, JPEG, WebP, TIFF or BMP, whatever its name says") from error
+    except Image.DecompressionBombError as error:
+        raise UnusableError(_too_large("")) from error
+    # Damaged bytes make Pillow and its decoders raise a dozen kinds of errors.
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UnusableError(f"cannot be read ({reason})") from error
+
+
+def fitted(pixels: Images, height: int, width: int, channels: int) -> tuple[Images, tuple[str, ...]]:
+    """Pixels (H, W, C) brought to an agreed size and number of channels, and what was done to them."""
+    notes: list[str] = []
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+    return _pixels(image, height, width, channels, notes), tuple(notes)
+
+
+def _refuse_vast(image: Image.Image) -> None:
+    """Before a pixel is decoded, since decoding is what would fill the memory."""
+    if image.width * image.height > MOST_PIXELS:
+        raise UnusableError(_too_large(f" ({image.width}×{image.height})"))
+
+
+def _too_large(size: str) -> str:
+    return f"has more than {MOST_PIXELS // 10**6} megapixels{size}: reduce it first"
+
+
+def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
+    """The first frame, upright."""
+    deep = any(";16" in str(tile) for tile in image.tile)  # first: for EXIF a PNG is decoded
+    frames = getattr(image, "n_frames", 1)
+    before = _orientation(image)
+    if image.format in ("JPEG", "MPO"):
+        image.draft(None, (FINE * side, FINE * side))
+    image.load()
+    after = _orientation(image)  # a TIFF has been turned by now
+    if frames > 1:
+        notes.append(FIRST_FRAME)
+    if before in TURNS:
+        notes.append(TURNED)
+    if deep and not image.mode.startswith("I"):  # 16-bit colour; grey is looked at below
+        notes.append(SIXTEEN_BITS)
+    turned: Image.Image = image.transpose(TURNS[after]) if after in TURNS else image
+    return turned
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation; 1, upright, where EXIF is damaged: the pixels may be sound."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        return 1
+
+
+def _pixels(image: Image.Image, height: int, width: int, channels: int, notes: list[str]) -> Images:
+    """Pixels (H, W, C) of an upright picture."""
+    image = _coloured(_opaque(_eight_bits(image, notes), notes), channels, notes)
+    if image.size != (width, height):
+        notes.append(_change_of_size(image.size, (width, height)))
+        image = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image, np.uint8).reshape(height, width, channels)
+
+
+def _eight_bits(image: Image.Image, notes: list[str]) -> Image.Image:
+    """Grey of other depths as 8 bits; colour has them already."""
+    if image.mode == "1":
+        notes.append(ONE_BIT)
+        return image.convert("L")
+    if image.mode == "F":
+        notes.append(FLOATS)
+        return Image.fromarray(_from_floats(np.asarray(image)))
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= 2**16:
+            raise UnusableError(f"holds numbers from {low} to {high}: window them to 8 or 16 bits first")
+        notes.append(DARK if high < 2**12 else SIXTEEN_BITS)
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    return image
+
+
+def _from_floats(values: NDArray[Any]) -> Images:
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 1):  # so that NaN, which spoils both, is refused too
+        raise UnusableError(f"holds floats from {low:g} to {high:g}: scale them to [0, 1] first")
+    pixels: Images = np.rint(values * 255).astype(np.uint8)
+    return pixels
+
+
+def _opaque(image: Image.Image, notes: list[str]) -> Image.Image:
+    """A picture without transparency."""
+    if not image.has_transparency_data:
+        return image
+    layer = image.convert("RGBA")
+    if layer.getchannel("A").getextrema() == (255, 255):
+        notes.append(OPAQUE)
+        return layer.convert("L" if image.mode == "LA" else "RGB")
+    notes.append(OVER_WHITE)
+    flat = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return flat.convert("L" if image.mode in ("L", "LA") else "RGB")
+
+
+def _coloured(image: Image.Image, channels: int, notes: list[str]) -> Image.Image:
+    """Grey or RGB, as agreed."""
+    if image.mode not in ("L", "RGB"):
+        notes.append("palette to RGB" if image.mode == "P" else f"{image.mode} to RGB")
+        image = image.convert("RGB")
+    wanted = "L" if channels == 1 else "RGB"
+    if image.mode != wanted:
+        notes.append(TO_GREY if channels == 1 else TO_RGB)
+        image = image.convert(wanted)
+    return image
+
+
+def _change_of_size(size: tuple[int, int], wanted: tuple[int, int]) -> str:
+    """What fitting does to a picture: scaled up or down, and whether its edges are lost."""
+    scale = max(wanted[0] / size[0], wanted[1] / size[1])
+    whole = max(scale * side - room for side, room in zip(size, wanted, strict=True)) < 1  # of its pixels
+    if scale > 1:
+        return ENLARGED if whole else ENLARGED_AND_CUT
+    return REDUCED if whole else REDUCED_AND_CUT

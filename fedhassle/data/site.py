@@ -1,0 +1,412 @@
+"""A site's own images: a folder with a label file, folders named by class, or an .npz.
+
+Where a folder holds `labels.csv`, or a label file is named, it alone says what is labelled: a row for an
+image, by its path in the folder. A blank label or no row means unlabelled. An error is a label outside the
+agreed classes, a path that leads out of the folder, an image named twice with different labels, and a file
+none of whose rows names an image; a row whose image is missing is reported and skipped.
+
+Without one, the first folder of an image's path is its class: named as the class is, with `_` for what no
+folder may be called (`folder_name`), or `unlabelled`. Images above these folders are unlabelled. Any other
+folder with images in it is an error: a misspelt class must not pass for unlabelled.
+
+An .npz holds `x` and `y`, −1 where there is no label, or `x_train` and `y_train` as the files of
+`fedhassle data list` do (their test images stay out); `class_names` in it, if any, say what a number means.
+
+Links to other images in the folder count as images; links that lead out of it, and links to folders, are
+skipped. Hidden files and what macOS and Windows leave in folders are passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fedhassle.data import npz
+from fedhassle.data.labels import Row, class_number, listed, numbered, read_labels, same_text
+from fedhassle.data.npz import CHANNELS, Images, Labels
+from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, quietly, read_picture
+from fedhassle.errors import UserError, require
+
+LABEL_FILE = "labels.csv"
+UNLABELLED = ("unlabelled", "unlabeled")  # folders, whatever their capitals
+LEFTOVERS = ("__macosx", "thumbs.db", "desktop.ini")
+THREADS = 4  # decoders run outside Python's lock
+
+Progress = Callable[[int, int], None]  # images done, images in all
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """What a federation agrees on: the classes, and the size and channels of an image."""
+
+    class_names: tuple[str, ...]
+    height: int
+    width: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        require(self.channels in CHANNELS, f"an image has 1 or 3 channels, got {self.channels}")
+        sizes = f"an image has at least one pixel, got {self.height}×{self.width}"
+        require(min(self.height, self.width) >= 1, sizes)
+
+
+class Problem(NamedTuple):
+    """A file that is not used as it is."""
+
+    path: str  # in the site's folder
+    what: str
+    outcome: Literal["skipped", "converted"]
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class SiteData:
+    """A site's images as agreed, in the order of their paths."""
+
+    x: Images  # (N, H, W, C)
+    y: Labels  # (N,), −1 = unlabelled
+    files: tuple[str, ...]  # (N,): the path of each in the folder
+    problems: tuple[Problem, ...]
+    met: Mapping[Met, int]  # formats, modes and sizes that were read, and of how many images
+
+
+def read_site(
+    path: Path,
+    wanted: ImageForm,
+    labels: Path | None = None,
+    progress: Progress | None = None,
+    threads: int = THREADS,
+) -> SiteData:
+    """Reads a site's images and labels by the rules above, its pictures by those of `data.pictures`.
+
+    Labels are checked before the first image is decoded. Memory is that of the table of pixels, and of one
+    decoded image a thread. A site without any usable image is an error.
+    """
+    if _is_npz(path):
+        require(labels is None, f"{path} has labels of its own: leave {labels} out")
+        return _from_npz(path, wanted)
+    found = _look_into(path, labels)
+    y, problems = _labels(path, found, wanted.class_names, labels)
+    require(bool(found.files), f"{path} holds no images ({', '.join(SUFFIXES)}){_first(found.problems)}")
+    x = _table(len(found.files), wanted)
+    work = partial(_read_into, x, found.folder, found.files, wanted)
+    read = _side_by_side(work, len(found.files), threads, progress)
+    kept = [k for k, one in enumerate(read) if one.met is not None]
+    for place, k in enumerate(kept):  # in place: a second table might not fit
+        if place != k:
+            x[place] = x[k]
+    problems += [*found.problems, *(problem for one in read for problem in one.problems)]
+    problems.sort(key=lambda problem: problem.path)  # those of one file stay in the order of the rules
+    require(bool(kept), f"{path} holds no image that can be read{_first(problems)}")
+    met = Counter(one.met for one in read if one.met is not None)
+    files = tuple(_shown(found.files[k]) for k in kept)
+    return SiteData(x[: len(kept)], y[kept], files, tuple(problems), met)
+
+
+def site_classes(path: Path, labels: Path | None = None) -> tuple[str, ...]:
+    """The class names that a site's own data speaks of, where none are agreed yet."""
+    if _is_npz(path):
+        return _classes_of_npz(path)
+    found = _look_into(path, labels)
+    file = labels or _label_file(found.folder)
+    if file is not None:
+        names = {row.label for row in read_labels(file) if row.label}
+    else:
+        names = {top for top in map(_top, found.files) if top is not None and not _is_unlabelled(top)}
+    return tuple(sorted(names, key=_natural))
+
+
+def folder_name(class_name: str) -> str:
+    """What the folder of a class is called: its name, with `_` for each character that no folder may have."""
+    return re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", class_name)
+
+
+def _natural(name: str) -> tuple[bool, int, str]:
+    """Numbers by their value and before words."""
+    number = name.isdecimal()
+    return (not number, int(name) if number else 0, name)
+
+
+def _is_npz(path: Path) -> bool:
+    """Whether it is an .npz; what is neither that nor a folder is an error."""
+    if path.is_dir():
+        return False
+    require(path.exists(), f"{path} does not exist: expected a folder of images, or an .npz")
+    require(path.suffix.lower() == ".npz", f"{path} is neither a folder of images nor an .npz")
+    return True
+
+
+# What lies in a folder
+
+
+class _Found(NamedTuple):
+    folder: Path  # without links
+    files: tuple[str, ...]  # POSIX paths in the folder, sorted
+    problems: tuple[Problem, ...]
+
+
+def _look_into(path: Path, labels: Path | None) -> _Found:
+    """The image files of a folder, beside its label file; nothing is opened."""
+    folder = path.resolve()
+    label_file = labels.resolve() if labels else None
+    files: list[str] = []
+    problems: list[Problem] = []
+    others: dict[str, list[str]] = {}
+
+    def unreadable(error: OSError) -> None:
+        where = Path(error.filename).relative_to(folder).as_posix()
+        require(where != ".", f"{path} cannot be read: {error.strerror}")
+        problems.append(Problem(_shown(where), f"a folder that cannot be read ({error.strerror})", "skipped"))
+
+    for here, folders, names in os.walk(folder, onerror=unreadable):
+        base = Path(here)
+        linked = [name for name in folders if not _ignored(name) and (base / name).is_symlink()]
+        problems += [_skipped(base / name, folder, "a link to a folder") for name in linked]
+        folders[:] = [name for name in folders if not _ignored(name) and name not in linked]
+        for name in (name for name in names if not _ignored(name)):
+            file = base / name
+            suffix = file.suffix.lower()
+            if suffix not in SUFFIXES:
+                if name.lower() != LABEL_FILE and file != label_file:
+                    others.setdefault(suffix, []).append(file.relative_to(folder).as_posix())
+            elif reason := _no_own_file(file, folder):
+                problems.append(_skipped(file, folder, reason))
+            else:
+                files.append(file.relative_to(folder).as_posix())
+    problems += [_other(suffix, sorted(paths)) for suffix, paths in others.items()]
+    return _Found(folder, tuple(sorted(files)), tuple(sorted(problems)))
+
+
+def _ignored(name: str) -> bool:
+    return name.startswith(".") or name.lower() in LEFTOVERS
+
+
+def _no_own_file(file: Path, folder: Path) -> str:
+    """Why a path is not read: it leads elsewhere, or is no file (opening a pipe would wait for ever)."""
+    if file.is_symlink():
+        try:
+            target = file.resolve(strict=True)
+        except (OSError, RuntimeError):  # older Pythons call a loop the latter
+            return "a link that leads nowhere"
+        if not target.is_relative_to(folder):
+            return "a link that leads out of the folder"
+    return "" if file.is_file() else "no regular file"
+
+
+def _skipped(file: Path, folder: Path, what: str) -> Problem:
+    return Problem(_shown(file.relative_to(folder).as_posix()), what, "skipped")
+
+
+def _other(suffix: str, paths: Sequence[str]) -> Problem:
+    """One line for all files of another kind: there may be as many as images."""
+    many = f", and {len(paths) - 1:,} more like it" if len(paths) > 1 else ""
+    return Problem(_shown(paths[0]), f"no image file ({suffix or 'without a suffix'}){many}", "skipped")
+
+
+def _shown(path: str) -> str:
+    """A path as text, also one whose bytes are none."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _first(problems: Sequence[Problem]) -> str:
+    """The first problem, to end an error with."""
+    return f": {problems[0].path}: {problems[0].what}" if problems else ""
+
+
+# Labels
+
+
+def _labels(
+    path: Path, found: _Found, class_names: Sequence[str], labels: Path | None
+) -> tuple[Labels, list[Problem]]:
+    """The label of each file, by a label file or else by its folder."""
+    file = labels or _label_file(found.folder)
+    if file is not None:
+        return _by_rows(read_labels(file), file, found.files, class_names)
+    return _by_folders(path, found.files, class_names), []
+
+
+def _label_file(folder: Path) -> Path | None:
+    """The label file in a folder, whatever its capitals."""
+    there = sorted(file for file in folder.iterdir() if file.name.lower() == LABEL_FILE)
+    require(len(there) < 2, f"{folder} holds {len(there)} label files: {', '.join(f.name for f in there)}")
+    for file in there:
+        reason = _no_own_file(file, folder)
+        require(not reason, f"{file} is {reason}: put the file itself there, or name it as the label file")
+    return there[0] if there else None
+
+
+def _by_rows(
+    rows: Sequence[Row], file: Path, files: Sequence[str], class_names: Sequence[str]
+) -> tuple[Labels, list[Problem]]:
+    """Labels by the rows of a label file."""
+    places = {same_text(name): k for k, name in enumerate(files)}
+    numbers = numbered(class_names)
+    y = np.full(len(files), -1, np.int64)
+    problems, named = [], dict[int, Row]()
+    for row in rows:
+        where = f"{file}: row {row.number} ({row.file}):"
+        label = class_number(row.label, numbers, f"{where} the label") if row.label else -1
+        name = _in_folder(row.file, where)
+        place = places.get(same_text(row.file), places.get(same_text(name)))
+        if place is None:
+            what = f"named by row {row.number} of {file.name}, but no such image is there"
+            problems.append(Problem(row.file, what, "skipped"))
+            continue
+        before = named.setdefault(place, row)
+        if same_text(before.label) != same_text(row.label):
+            raise UserError(
+                f"{where} the label {row.label!r} contradicts row {before.number} ({before.label!r})"
+            )
+        y[place] = label
+    if rows and not named:
+        example = f"{rows[0].file!r}" + (f", while there is {files[0]!r}" if files else "")
+        raise UserError(
+            f"{file}: no row names an image of the folder (row {rows[0].number} says {example}): write each "
+            "path as it lies in the folder, with its suffix"
+        )
+    return y, problems
+
+
+def _in_folder(name: str, where: str) -> str:
+    """A path of a label file, as POSIX has it; one that leads out of the folder is refused."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    outside = path.is_absolute() or ".." in path.parts or re.match(r"[A-Za-z]:", name)
+    require(not outside, f"{where} the path leads out of the folder: write it as it lies in the folder")
+    return path.as_posix()
+
+
+def _by_folders(path: Path, files: Sequence[str], class_names: Sequence[str]) -> Labels:
+    """Labels by the first folder of each path."""
+    numbers = numbered([folder_name(name) for name in class_names])
+    same = len(numbers) == len(class_names)
+    require(same, f"two of the classes {listed(class_names)} would share a folder: use a {LABEL_FILE}")
+    tops = {top: _class_of_folder(path, top, numbers) for top in sorted({_top(f) or "" for f in files})}
+    return np.array([tops[_top(file) or ""] for file in files], np.int64)
+
+
+def _class_of_folder(path: Path, top: str, numbers: Mapping[str, int]) -> int:
+    """The class that a folder stands for; −1 for none."""
+    if not top or _is_unlabelled(top):
+        return -1
+    try:
+        return class_number(top, numbers, f"{path}: the folder")
+    except UserError as error:
+        advice = f"(images without labels lie in {UNLABELLED[0]}/, or use a {LABEL_FILE})"
+        raise UserError(f"{error} {advice}") from error
+
+
+def _top(file: str) -> str | None:
+    """The first folder of a path, if it has any."""
+    top, slash, _ = file.partition("/")
+    return top if slash else None
+
+
+def _is_unlabelled(folder: str) -> bool:
+    return folder.lower() in UNLABELLED
+
+
+# Pixels
+
+
+class _Read(NamedTuple):
+    met: Met | None  # None: skipped
+    problems: tuple[Problem, ...]
+
+
+def _table(count: int, wanted: ImageForm) -> Images:
+    """Room for all pixels."""
+    shape = (count, wanted.height, wanted.width, wanted.channels)
+    try:
+        return np.empty(shape, np.uint8)
+    except (MemoryError, ValueError) as error:
+        size = count * wanted.height * wanted.width * wanted.channels / 1e9
+        raise UserError(f"{count:,} images of the agreed size need {size:,.1f} GB of memory") from error
+
+
+def _read_into(x: Images, folder: Path, files: Sequence[str], wanted: ImageForm, k: int) -> _Read:
+    """Reads one file into its row of the table."""
+    shown = _shown(files[k])
+    try:
+        picture = read_picture(folder / files[k], wanted.height, wanted.width, wanted.channels)
+    except UnusableError as error:
+        return _Read(None, (Problem(shown, str(error), "skipped"),))
+    x[k] = picture.pixels
+    return _Read(picture.met, tuple(Problem(shown, what, "converted") for what in picture.converted))
+
+
+def _side_by_side(
+    work: Callable[[int], _Read], count: int, threads: int, progress: Progress | None
+) -> list[_Read]:
+    """`work` of 0 … count−1, in this order."""
+    done: list[_Read] = []
+    pool = ThreadPoolExecutor(max(1, threads))
+    try:
+        with quietly():
+            for one in pool.map(work, range(count)):
+                done.append(one)
+                if progress is not None:
+                    progress(len(done), count)
+    finally:
+        pool.shutdown(cancel_futures=True)  # on Ctrl-C, what has not begun does not begin
+    return done
+
+
+# .npz
+
+
+def _from_npz(path: Path, wanted: ImageForm) -> SiteData:
+    """Reads an .npz; images of another size or colour are brought to what was agreed."""
+    found = npz.members(path, ("x", "y"), ("x_train", "y_train"))
+    of_x, of_y = (name for name in found if name != "class_names")
+    x = npz.images(found[of_x], f"{path}: {of_x}")
+    y = _agreed(npz.labels(found[of_y], f"{path}: {of_y}", lowest=-1), found, path, wanted.class_names)
+    require(len(x) == len(y), f"{path}: {of_x} has {len(x)} images, {of_y} {len(y)} labels; expected as many")
+    files = tuple(f"{path.name}[{k}]" for k in range(len(x)))
+    count, height, width, channels = x.shape
+    met = {Met("NPZ", "L" if channels == 1 else "RGB", width, height): count}
+    if (height, width, channels) == (wanted.height, wanted.width, wanted.channels):
+        return SiteData(x, y, files, (), met)
+    table = _table(count, wanted)
+    problems = []
+    for k, file in enumerate(files):
+        table[k], converted = fitted(x[k], wanted.height, wanted.width, wanted.channels)
+        problems += [Problem(file, what, "converted") for what in converted]
+    return SiteData(table, y, files, tuple(problems), met)
+
+
+def _agreed(y: Labels, found: Mapping[str, npz.AnyArray], path: Path, class_names: Sequence[str]) -> Labels:
+    """Numbers of the file's own classes, or of the agreed ones, as numbers of the agreed ones."""
+    names = _names_in(found, path) or tuple(class_names)
+    highest = int(y.max())
+    require(highest < len(names), f"{path} has the label {highest}; expected −1, or 0 to {len(names) - 1}")
+    numbers = numbered(class_names)
+    used = set(y.tolist()) - {-1}
+    meaning = [
+        class_number(name, numbers, f"{path}: class_names: label {k},") if k in used else -1
+        for k, name in enumerate(names)
+    ]
+    return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
+
+
+def _names_in(found: Mapping[str, npz.AnyArray], path: Path) -> tuple[str, ...]:
+    """The file's own class names; none where it has none."""
+    if "class_names" not in found:
+        return ()
+    return npz.class_names(found, found["class_names"].size, path)
+
+
+def _classes_of_npz(path: Path) -> tuple[str, ...]:
+    """The names in the file, or else its numbers."""
+    found = npz.members(path, ("x", "y"), ("x_train", "y_train"))
+    (of_y,) = (name for name in found if name.startswith("y"))
+    y = npz.labels(found[of_y], f"{path}: {of_y}", lowest=-1)
+    return _names_in(found, path) or tuple(str(k) for k in range(int(y.max()) + 1))

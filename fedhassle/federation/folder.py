@@ -1,0 +1,74 @@
+"""Where the files of a federation lie, at the coordinator and at a site."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedhassle.errors import require
+
+
+@dataclass(frozen=True)
+class FederationFolder:
+    """A folder with the federation's file; what is in `private` never leaves the machine."""
+
+    path: Path
+
+    @property
+    def agreement(self) -> Path:
+        """What all agree on; for everyone."""
+        return self.path / "federation.toml"
+
+    @property
+    def ca(self) -> Path:
+        """The certificate that the server's is checked against; for everyone."""
+        return self.path / "ca.crt"
+
+    @property
+    def private(self) -> Path:
+        """The folder of private keys."""
+        return self.path / "private"
+
+    @property
+    def ca_key(self) -> Path:
+        """At the coordinator: signs the server's certificate."""
+        return self.private / "ca.key"
+
+    @property
+    def certificate(self) -> Path:
+        """At the coordinator: the server's certificate."""
+        return self.path / "server.crt"
+
+    @property
+    def server_key(self) -> Path:
+        """At the coordinator: the key of the server's certificate."""
+        return self.private / "server.key"
+
+    @property
+    def sites(self) -> Path:
+        """At the coordinator: who is admitted."""
+        return self.path / "sites.toml"
+
+    def site_key(self, name: str) -> Path:
+        """At a site: its private key."""
+        return self.private / f"{checked_name(name)}.key"
+
+    def site_public(self, name: str) -> Path:
+        """At a site: its public key, to be sent to the coordinator."""
+        return self.path / f"{checked_name(name)}.pub"
+
+
+def federation_folder(path: Path) -> FederationFolder:
+    """The folder by its path, or by that of the federation's file in it."""
+    found = FederationFolder(path.parent if path.name == "federation.toml" and not path.is_dir() else path)
+    where = f"{path} holds no federation.toml: name the folder that has it"
+    require(found.agreement.is_file(), where)
+    return found
+
+
+def checked_name(name: str) -> str:
+    """The name of a site, which names files too."""
+    sound = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) is not None
+    require(sound, f"{name!r} is no name for a site: letters, digits, '.', '_' and '-', at most 63")
+    return name
