@@ -64,8 +64,20 @@ def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch
     assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
 
 
+QUOTES = re.findall(
+    r"^```python\n# (fedhassle/\S+\.py)\n(.*?)^```",
+    (ROOT / "docs/method.md").read_text("utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("path", "code"), QUOTES, ids=[path for path, _ in QUOTES])
+def test_what_the_walk_through_a_method_quotes_is_the_products_own(path, code):
+    assert code in (ROOT / path).read_text("utf-8")
+
+
 def test_there_are_two_examples():
-    assert [name for name, _ in EXAMPLES] == ["my_fedprox", "my_teacher"]
+    assert [name for name, _ in EXAMPLES] == ["my_fedprox", "my_teacher"] and len(QUOTES) == 4
 
 
 def test_the_example_of_the_interface_is_python():
