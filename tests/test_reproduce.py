@@ -160,12 +160,15 @@ def test_the_table_has_the_means_over_seeds(made, tiny):
     assert "HASSLE" in out and "nowhere" in out
 
 
+MODEL = {"model.safetensors", "model.md", "curves.png"}
+
+
 def test_a_finished_run_keeps_what_is_worth_keeping(made):
     folder, _ = made
-    kept = {"config.toml", "split.npz", "metrics.jsonl", "summary.json", "model.safetensors", "log.txt"}
+    kept = {"config.toml", "split.npz", "metrics.jsonl", "summary.json", "log.txt"}
     homes = list((folder / "runs").iterdir())
     assert len(homes) == 8  # and no locks
-    assert all({path.name for path in home.iterdir()} == {*kept, "curves.png"} for home in homes)
+    assert all({path.name for path in home.iterdir()} == {*kept, *MODEL} for home in homes)
 
 
 def test_a_finished_cell_is_never_made_again(made, tiny, idle):
