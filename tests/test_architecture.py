@@ -58,9 +58,9 @@ CONFIGURED = {
     "build.py",
     "launch.py",
     "model.py",
-    "cli.py",
+    "split.py",
     "federation_setup.py",
-}  # cli.py: to show a split before a run; federation_setup.py: to check [run] before all agree on it
+}  # split.py: to show a split before a run; federation_setup.py: to check [run] before all agree on it
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small import call, process
 
-from fedhassle.cli import asked
+from fedhassle.commands.options import asked
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from fedhassle.cli import app, asked
+from fedhassle.cli import app
+from fedhassle.commands.options import asked
 from fedhassle.config import resolve
 from fedhassle.requested import read
 

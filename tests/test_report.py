@@ -44,7 +44,7 @@ def figures_of(out, prediction):
 @pytest.fixture
 def wide(monkeypatch):
     """A terminal with room for every column."""
-    monkeypatch.setattr("fedhassle.cli.console", Console(width=220))
+    monkeypatch.setattr("fedhassle.commands.train.console", Console(width=220))
 
 
 def test_runs_of_different_methods_stand_side_by_side(runs, wide, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.commands.options import DataDir, Device
+from fedhassle.commands.options import DataDir, Device, as_changes
 from fedhassle.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,10 +57,7 @@ def reproduce(
     words = list(names or [])
     changes = [word for word in words if "=" in word and not word.endswith(".toml")]
     changes += [f"rounds={rounds}"] if rounds is not None else []
-    changes += (
-        [f"data.folder={json.dumps(str(data_dir), ensure_ascii=False)}"] if data_dir is not None else []
-    )
-    changes += [f"device={json.dumps(device)}"] if device is not None else []
+    changes += as_changes(data_dir, device)
     from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
     from fedhassle.reproduce.ledger import Ledger
 

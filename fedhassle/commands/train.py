@@ -1,0 +1,163 @@
+"""`fedhassle run`, `resume` and `compare`: runs, and what came out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedhassle.commands.options import DataDir, Device, Words, asked
+from fedhassle.requested import variations
+
+if TYPE_CHECKING:
+    from fedhassle.launch import Run
+
+# PyTorch takes seconds to load: commands import what needs it when they run.
+
+console = Console()
+
+
+def run(
+    words: Words = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder (else one under runs/).")] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2", help="One run for each value: seed=0,1,2. Several: every combination."
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+) -> None:
+    """Train a model, or several that differ in some settings.
+
+    CONFIG is a preset (quick, paper) or a TOML file that holds what differs from the paper's settings;
+    KEY=VALUE comes on top of it, such as method=fedavg rounds=50 split.alpha=0.5 seed=1. With --vary there
+    is a run for each value, in folders of their own; on a GPU they train side by side.
+    """
+    if not vary:
+        requested = asked(words, data_dir, device)
+        from fedhassle.launch import start
+
+        follow_to_the_end(start(requested, out))
+        return
+    many = [(name, asked([*(words or []), *more], data_dir, device)) for name, more in named_variations(vary)]
+    from fedhassle.launch import start_several
+
+    follow_all_to_the_end(start_several(many, out))
+
+
+def named_variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Every combination of choices, with a name for its folder."""
+    return [("-".join(word.partition("=")[2] for word in words), words) for words in variations(vary)]
+
+
+def resume(
+    folders: Annotated[list[Path], typer.Argument(help="The folder of a run that was cut, or several.")],
+    device: Device = None,
+) -> None:
+    """Go on with runs after a crash, a kill or Ctrl-C."""
+    from fedhassle.launch import reopen
+    from fedhassle.runs import Folder
+
+    finished = [path for path in folders if Folder(path).summary.exists() and Folder(path).config.exists()]
+    for path in finished:
+        console.print(f"{path} is finished: nothing to resume")
+        show_result(path)
+    cut = [reopen(path, device) for path in folders if path not in finished]
+    if len(cut) == 1:
+        follow_to_the_end(cut[0])
+    elif cut:
+        follow_all_to_the_end(cut)
+
+
+def follow_to_the_end(launched: Run) -> None:
+    """Shows a run while it trains, then its result."""
+    from fedhassle.launch import carry_out
+    from fedhassle.view import follow
+
+    settings, path = launched.settings, launched.folder.path
+    console.print(
+        f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
+        f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; "
+        f"files in {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        follow(carry_out(launched), settings.rounds, launched.method.headline, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: fedhassle resume {path}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    show_result(path)
+
+
+def follow_all_to_the_end(launched: Sequence[Run]) -> None:
+    """Shows several runs while they train, then their results together, and at the end what went wrong."""
+    from fedhassle.together import carry_out_together
+    from fedhassle.view import follow_together
+
+    paths = [run.folder.path for run in launched]
+    console.print(f"{len(launched)} runs on {launched[0].settings.device}; files in:", highlight=False)
+    for path in paths:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    try:
+        ends = follow_together(carry_out_together(launched), console)
+    except KeyboardInterrupt:
+        again = " ".join(str(path) for path in paths)
+        console.print(f"stopped; go on with: fedhassle resume {again}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    done = [path for path, end in zip(paths, ends, strict=True) if end.error is None]
+    if done:
+        show_comparison(done)
+    failed = [(path, end.error) for path, end in zip(paths, ends, strict=True) if end.error is not None]
+    for path, error in failed:
+        console.print(f"{path} failed: {error}", highlight=False, soft_wrap=True)
+    if failed:
+        raise failed[0][1]
+
+
+def show_comparison(paths: Sequence[Path]) -> None:
+    """The table of finished runs, those that differ in their seed alone together."""
+    from fedhassle.report.groups import grouped
+    from fedhassle.runs import read_summary
+    from fedhassle.view import comparison_table
+
+    console.print(comparison_table(grouped([read_summary(path) for path in paths])))
+
+
+def show_result(path: Path) -> None:
+    """The table of a finished run, and where its files are."""
+    from fedhassle.runs import Folder, read_summary
+    from fedhassle.view import final_table
+
+    folder = Folder(path)
+    console.print(final_table(read_summary(path)))
+    for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
+        console.print(f"{what:8} {file}", highlight=False, soft_wrap=True)
+
+
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")
+    ],
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png, .svg or .pdf).")] = Path(
+        "compare.png"
+    ),
+) -> None:
+    """Compare runs: a table, and their curves together.
+
+    Runs that differ in their seed alone are taken together as mean ± std.
+    """
+    from fedhassle.report.curves import draw_curves
+    from fedhassle.report.groups import grouped
+    from fedhassle.runs import read_summary
+    from fedhassle.view import comparison_table
+
+    groups = grouped([read_summary(folder) for folder in folders])
+    console.print(comparison_table(groups))
+    draw_curves(groups, picture)
+    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
