@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import Method
-from fedhassle.nets import IMAGES_A_PASS
+from fedhassle.nets import images_a_pass
 from fedhassle.parallel import side_by_side
 from fedhassle.vectors import Arrays
 
@@ -16,7 +16,7 @@ def accuracy(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
 ) -> dict[str, float]:
     """The share of images (N, H, W, C) that each prediction gets right."""
-    size = IMAGES_A_PASS[images.device.type]
+    size = images_a_pass(images)
     batches = list(zip(torch.split(images, size), torch.split(y, size), strict=True))
 
     @torch.no_grad()

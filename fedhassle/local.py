@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedhassle.data.views import Views
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
-from fedhassle.nets import IMAGES_A_PASS, Net, drawing
+from fedhassle.nets import Net, drawing, images_a_pass
 from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
 
@@ -206,7 +206,7 @@ def label(stream: Stream, site: Site, received: Models) -> Tensor:
     """One stream's labels (n,), in large batches."""
     assert stream.labels is not None
     rows = site.samples.rows(stream.part)
-    batches = torch.split(rows, IMAGES_A_PASS[rows.device.type])
+    batches = torch.split(rows, images_a_pass(site.samples.images))
     images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
     return torch.cat([stream.labels(received, x) for x in images])
 

@@ -18,11 +18,9 @@ from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find
-from fedhassle.nets import IMAGES_A_PASS, NETS, Net
+from fedhassle.nets import NETS, Net, images_a_pass
 from fedhassle.runs import Folder
 from fedhassle.vectors import Arrays
-
-PIXELS_A_PASS = 1000 * 32 * 32  # of large images fewer go at once: their feature maps fill the memory
 
 
 class Prediction(NamedTuple):
@@ -74,11 +72,9 @@ class TrainedModel:
     def logits(self, images: np.ndarray) -> dict[str, Tensor]:
         """Logits (N, M) by every name that the method predicts under."""
         pixels = torch.from_numpy(self.checked(images)).to(self.views.scale.device)
-        height, width, _ = self.image_size
-        most = min(IMAGES_A_PASS[pixels.device.type], PIXELS_A_PASS // (height * width))
         batches = [
             self.method.predict(self.state, self.views.normalise(x))
-            for x in torch.split(pixels, max(1, most))
+            for x in torch.split(pixels, images_a_pass(pixels))
         ]
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 

@@ -23,8 +23,10 @@ CPU = torch.device("cpu")
 # ends in "misaligned address".
 ALIGNED = 8
 # Images in one pass without gradients. A GPU is held up by launches (1,000 at once: 2 % of a HASSLE round), a
-# CPU by the memory that each of its cores takes.
+# CPU by the memory that each of its cores takes. Of those with more pixels than `SMALL` fewer go at once:
+# their feature maps fill the memory.
 IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
+SMALL = 32 * 32
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
@@ -136,6 +138,12 @@ class ResNet8(nn.Module):
 drawing = threading.RLock()
 
 NETS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "resnet8": ResNet8}
+
+
+def images_a_pass(images: Tensor) -> int:
+    """How many of the images (N, H, W, C) go through a network at once where no gradient is needed."""
+    _, height, width, _ = images.shape
+    return max(1, IMAGES_A_PASS[images.device.type] * SMALL // max(SMALL, height * width))
 
 
 class Piece(NamedTuple):

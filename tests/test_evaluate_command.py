@@ -10,7 +10,10 @@ from PIL import Image
 from small import PNG, call, metrics_of, strict
 
 import fedhassle
-from fedhassle.commands.inputs import in_classes_of
+from fedhassle.commands import inputs
+from fedhassle.commands.inputs import labelled_images
+from fedhassle.data.labels import renumbered
+from fedhassle.data.site import ImageForm
 from fedhassle.errors import UserError
 from fedhassle.scores import as_json, score
 
@@ -74,9 +77,10 @@ def test_folders_named_by_class(finished, images, data, tmp_path):
     folder = tmp_path / "scans"
     saved(folder, data[0], [f"{k}/deep/{i}.png" for i, k in enumerate(data[1])])
     saved(folder, data[0][:2], ["unlabelled/x.png", ".cache/y.png"])
+    (folder / "unlabelled" / "broken.png").touch()  # of no account
     (folder / "notes.txt").touch()
     found, err = figures(tmp_path, finished[0], folder)
-    assert err == "" and found["images"] == 40
+    assert err == "skipped: 1\n  notes.txt: no image file (.txt)\n" and found["images"] == 40
     expected, _ = figures(tmp_path, finished[0], images)
     for name, made in found["predictions"].items():  # sums in another order
         assert made["confusion"] == expected["predictions"][name]["confusion"]
@@ -85,10 +89,11 @@ def test_folders_named_by_class(finished, images, data, tmp_path):
 
 def test_a_list_of_labels(finished, images, data, tmp_path):
     folder = tmp_path / "scans"
-    names = [f"part {i % 3}/{i}.png" for i in range(40)]
+    names = [f"part {i // 15}/{i:02}.png" for i in range(40)]
     saved(folder, data[0], names)
     lines = [f'"{name}", {k} ,x' for name, k in zip(names, data[1], strict=True)]
-    lines += [f"{names[0]},,no label", "nothere.png,,"]
+    saved(folder, data[0][:1], ["more.png"])
+    lines += ["more.png,,no label"]
     (folder / "labels.csv").write_text("\ufefffile,label,who\r\n" + "\r\n".join(lines), "utf-8")
     found, err = figures(tmp_path, finished[0], folder)
     assert err == "" and found["images"] == 40
@@ -100,23 +105,34 @@ def test_unreadable_images_are_named_and_left_out(finished, data, tmp_path):
     saved(folder, data[0][:3], ["0/a.png", "0/b.png", "1/c.png"])
     (folder / "0" / "b.png").write_bytes(b"\x89PNG")
     found, err = figures(tmp_path, finished[0], folder)
-    assert found["images"] == 2 and str(folder / "0" / "b.png") in err
-    assert "1 of 3 images could not be read: left out" in err
+    assert found["images"] == 2 and err.startswith("skipped: 1\n  0/b.png: holds none of PNG")
     assert [made["images"] for made in found["predictions"]["EM"]["classes"]] == [1, 1, 0, 0]
     (folder / "labels.csv").write_text("file,label\n0/a.png,0\n0/gone.png,1\n")
     found, err = figures(tmp_path, finished[0], folder)
-    assert found["images"] == 1 and "gone.png" in err
+    assert found["images"] == 1
+    assert err == "skipped: 1\n  0/gone.png: named by row 3 of labels.csv, but no such image is there\n"
+
+
+def test_what_was_done_to_images_is_said_but_for_their_size_and_colours(finished, data, tmp_path):
+    folder = tmp_path / "scans"
+    saved(folder, data[0][:2], ["0/a.png", "1/b.png"])
+    Image.new("CMYK", (40, 20)).save(folder / "0" / "c.tif")
+    found, err = figures(tmp_path, finished[0], folder)
+    assert found["images"] == 3 and err == "converted: CMYK to RGB: 1 image\n  0/c.tif\n"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("file,label\na.png,0\na.png,zero\n", "labels.csv, line 3: the model has no class 'zero'"),
-        ("name,class\na.png,0\n", "needs a first line with file and label, got ['name', 'class']"),
-        ("", "needs a first line"),
+        (
+            "file,label\na.png,0\na.png,zero\n",
+            "labels.csv: row 3 (a.png): the label 'zero' is none of the classes (0, 1, 2, 3)",
+        ),
+        ("name,class\na.png,0\n", "expected a header with one column 'file'"),
+        ("", "labels.csv is empty"),
         ("file,label\na.png,\n", "holds no labelled images"),
-        ("file,label\ngone.png,0\n", "none of the 1 labelled images"),
-        (b"file,label\n\xff.png,0\n", "cannot be read"),
+        ("file,label\ngone.png,0\n", "no row names an image of the folder"),
+        (b"file,label\n\xff.png,0\n", "labels.csv is not UTF-8"),
     ],
 )
 def test_a_bad_list_ends_with_code_2(content, message, finished, tmp_path):
@@ -128,8 +144,9 @@ def test_a_bad_list_ends_with_code_2(content, message, finished, tmp_path):
 
 def test_a_folder_of_no_class_ends_with_code_2(finished, tmp_path):
     (tmp_path / "cats").mkdir()
+    Image.new("L", (12, 12)).save(tmp_path / "cats" / "a.png")
     code, _, err = call("evaluate", finished[0], tmp_path)
-    assert code == 2 and "cats: the model has no class 'cats': expected one of 0, 1, 2, 3" in err
+    assert code == 2 and "the folder 'cats' is none of the classes (0, 1, 2, 3)" in err
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,7 @@ def test_a_folder_of_no_class_ends_with_code_2(finished, tmp_path):
     [
         ("fmnist-mni", "did you mean 'fmnist-mini'?"),
         ("nothere.npz", "nothere.npz"),
-        ("fmnist-mini", "fmnist-mini has the label 9, the model the classes 0 to 3"),
+        ("fmnist-mini", "fmnist-mini has the label 9; expected −1, or 0 to 3"),
     ],
 )
 def test_data_that_cannot_be_ends_with_code_2(word, message, finished):
@@ -157,15 +174,41 @@ def test_images_of_another_size_are_fitted(finished, data, tmp_path):
 
 
 def test_classes_go_by_their_names_where_both_sides_have_them():
-    y = np.array([0, 1, 1, 2])
-    assert in_classes_of(y, ("b", "c", "a"), ("a", "b", "c"), "x").tolist() == [1, 2, 2, 0]
-    assert in_classes_of(y, ("b", "c", "a", "never"), ("a", "b", "c"), "x").tolist() == [1, 2, 2, 0]
-    for theirs, ours in [(None, "abc"), (("0", "1", "2"), "abc"), (("b", "c", "a"), "012")]:
-        assert in_classes_of(y, theirs, tuple(ours), "x").tolist() == y.tolist()
-    with pytest.raises(UserError, match="x: the model has no class 'd'"):
-        in_classes_of(y, ("a", "d", "b"), ("a", "b", "c"), "x")
-    with pytest.raises(UserError, match="x has the label 2, the model the classes 0 to 1"):
-        in_classes_of(y, None, ("a", "b"), "x")
+    y = np.array([0, 1, -1, 2])
+    assert renumbered(y, ("b", "c", "a"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
+    assert renumbered(y, ("b", "c", "a", "never"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
+    assert renumbered(y, None, ("a", "b", "c"), "x").tolist() == y.tolist()
+    with pytest.raises(UserError, match="x: class_names: label 1, 'd' is none of the classes"):
+        renumbered(y, ("a", "d", "b"), ("a", "b", "c"), "x")
+    with pytest.raises(UserError, match="x has the label 2; expected −1, or 0 to 1"):
+        renumbered(y, None, ("a", "b"), "x")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ("bca", "abc", [1, 2, 0]),
+        (None, "abc", [0, 1, 2]),
+        ("012", "abc", [0, 1, 2]),
+        ("bca", "012", [0, 1, 2]),
+    ],
+)
+def test_classes_go_by_number_where_a_side_has_no_names(theirs, ours, expected, tmp_path):
+    x = np.arange(4 * 36, dtype=np.uint8).reshape(4, 6, 6)
+    named = {} if theirs is None else {"class_names": list(theirs)}
+    np.savez(tmp_path / "x.npz", x=x, y=[0, 1, -1, 2], **named)
+    found = labelled_images(str(tmp_path / "x.npz"), ImageForm(tuple(ours), 6, 6, 1))
+    assert found.y.tolist() == expected and (found.x[..., 0] == x[[0, 1, 3]]).all()
+
+
+def test_long_work_shows_a_bar_on_a_terminal(finished, data, tmp_path, monkeypatch):
+    saved(tmp_path / "scans", data[0], [f"{k}/{i}.png" for i, k in enumerate(data[1])])
+    words = ("evaluate", finished[0], tmp_path / "scans")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    assert call(*words)[2] == ""  # short work
+    monkeypatch.setattr(inputs, "AT_ONCE", 7)
+    code, _, err = call(*words)
+    assert code == 0 and "images" in err and "/40" in err
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

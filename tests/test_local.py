@@ -12,9 +12,10 @@ from by_hand import order_of_epochs
 from small import QUICK, hassle, trained
 from torch import nn
 
-from fedhassle.local import train
+from fedhassle.local import label, train
+from fedhassle.method import Stream
 from fedhassle.methods import FedAvg, Hassle
-from fedhassle.nets import LeNet
+from fedhassle.nets import IMAGES_A_PASS, LeNet
 from fedhassle.randomness import generator
 
 # One client of FedAvg is a plain module and torch.optim.SGD
@@ -84,6 +85,22 @@ def test_odd_clients_train_to_finite_models(labelled, unlabelled):
     for name, vector in update.arrays.items():
         assert vector.shape == state[name].shape
         assert torch.isfinite(vector).all() and not torch.equal(vector, state[name])
+
+
+@pytest.mark.parametrize(("small_is", "passes"), [(144, [6, 1]), (72, [3, 3, 1])])
+def test_labels_are_given_in_passes_of_few_large_images(small_is, passes, monkeypatch):
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", 6)
+    monkeypatch.setattr("fedhassle.nets.SMALL", small_is)  # images here have 144 pixels
+    seen = []
+
+    def darkest(received, x):
+        seen.append(len(x))
+        return x.flatten(1).argmin(1)
+
+    site = small.site(unlabelled=range(5, 12))
+    y = label(Stream("unlabelled", labels=darkest), site, {})
+    assert seen == passes
+    assert y.tolist() == small.dataset().x_train[5:12].reshape(7, -1).argmin(1).tolist()
 
 
 # Randomness and order

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from small import call, metrics_of, tensors_of
 
 import fedhassle
+from fedhassle.nets import IMAGES_A_PASS
 
 
 def lenet(vector, x, width, classes=small.CLASSES):
@@ -135,7 +136,8 @@ def test_large_images_pass_a_few_at_a_time(finished, monkeypatch):
     model, seen = fedhassle.load(finished[0]), []
     x = np.random.default_rng(0).integers(0, 256, (7, 12, 12), dtype=np.uint8)
     whole = model.predict(x).probabilities
-    monkeypatch.setattr("fedhassle.model.PIXELS_A_PASS", 3 * 144)
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", 6)
+    monkeypatch.setattr("fedhassle.nets.SMALL", 72)  # of 144 pixels: twice as large
     predict = type(model.method).predict
 
     def watched(self, state, x):

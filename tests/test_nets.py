@@ -12,7 +12,7 @@ from fedhassle.errors import UserError
 from fedhassle.local import train
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle.nets import NETS, LeNet, Net, ResNet8, check_image, max_pool
+from fedhassle.nets import NETS, LeNet, Net, ResNet8, check_image, images_a_pass, max_pool
 from fedhassle.parallel import side_by_side
 
 BUILDS = pytest.mark.parametrize(
@@ -314,3 +314,16 @@ def test_max_pool_is_pytorchs(height, width, layout):
     assert torch.equal(max_pool(leaf), expected)
     (gradient,) = torch.autograd.grad(max_pool(leaf).sum(), leaf)
     assert gradient.sum() == expected.numel()  # each maximum passes one
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        *((12, 12, 1000), (28, 28, 1000), (32, 32, 1000)),  # as many as ever: bits may depend on it
+        *((64, 64, 250), (224, 224, 20), (16, 128, 500), (2000, 2000, 1)),
+    ],
+)
+def test_of_large_images_fewer_pass_at_once(height, width, expected):
+    for channels in (1, 3):
+        images = torch.zeros(1, 1, 1, channels, dtype=torch.uint8).expand(5, height, width, channels)
+        assert images_a_pass(images) == expected

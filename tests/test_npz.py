@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedhassle.data.datasets import Dataset, load
+from fedhassle.data.npz import TEST, TRAINING, read_images, read_labelled
 from fedhassle.errors import UserError
 
 
@@ -195,3 +196,58 @@ ANY = st.builds(
 def test_arbitrary_arrays_never_end_in_another_error(tmp_path: Path, change: dict[str, Any]) -> None:
     content = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     survives(saved(tmp_path, content))
+
+
+# Stacks, and pairs of images and labels
+
+
+def test_stacks_without_labels(tmp_path, rng):
+    x = rng.integers(0, 256, (5, 6, 8), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    np.savez(tmp_path / "one.npz", scans=x)
+    np.savez(tmp_path / "more.npz", x_train=x[:1], x_test=x, y_test=np.zeros(5))
+    np.savez(tmp_path / "none.npz", a=x, b=x)
+    np.save(tmp_path / "lone.npy", x[0])
+    np.save(tmp_path / "rgb.npy", np.stack([x[0]] * 3, -1) / 255)
+    for name in ("x.npy", "one.npz", "more.npz"):
+        assert (read_images(tmp_path / name) == x[..., None]).all()
+    assert read_images(tmp_path / "lone.npy").shape == (1, 6, 8, 1)
+    assert (read_images(tmp_path / "rgb.npy")[0] == x[0][..., None]).all()
+    with pytest.raises(UserError, match=r"none\.npz: holds a, b; expected one array"):
+        read_images(tmp_path / "none.npz")
+
+
+def test_a_stack_that_is_damaged_or_a_pickle_is_a_user_error(tmp_path):
+    np.save(tmp_path / "pickle.npy", np.array([{}], object), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "empty.npy").touch()
+    (tmp_path / "text.npz").write_text("no array")
+    np.save(tmp_path / "words.npy", np.array([["a"]]))
+    for name in ("pickle.npy", "text.npy", "empty.npy", "text.npz", "words.npy", "nothere.npy"):
+        with pytest.raises(UserError, match=name):
+            read_images(tmp_path / name)
+
+
+def test_images_and_labels_are_the_first_pair_that_is_there(tmp_path, rng):
+    x, y = rng.integers(0, 256, (5, 6, 8), dtype=np.uint8), np.array([0, 2, -1, 0, 0])
+    np.savez(tmp_path / "pair.npz", x=x, y=y)
+    np.savez(tmp_path / "all.npz", x_train=x[:1], y_train=[3], x_test=x, y_test=y, class_names=["a", "b"])
+    for name, pairs in [("pair", TEST), ("pair", TRAINING), ("all", TEST)]:
+        found = read_labelled(tmp_path / f"{name}.npz", pairs)
+        assert (found.x == x[..., None]).all() and (found.y == y).all()
+        assert found.class_names == (("a", "b") if name == "all" else None)
+    assert read_labelled(tmp_path / "all.npz", TRAINING).y.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": (5, 6, 8), "y": (4,)}, "x has 5 images, y 4 labels"),
+        ({"x_test": (5, 6, 8), "y": (5,)}, "lacks y_test; expected x_test, y_test, or x, y"),
+        ({"x": (5, 6, 8), "y": (5,), "class_names": (2,)}, "class_names is uint8"),
+    ],
+)
+def test_pairs_that_do_not_fit_are_a_user_error(arrays, message, tmp_path):
+    np.savez(tmp_path / "bad.npz", **{name: np.zeros(shape, np.uint8) for name, shape in arrays.items()})
+    with pytest.raises(UserError, match=rf"bad\.npz.*{message}"):
+        read_labelled(tmp_path / "bad.npz", TEST)

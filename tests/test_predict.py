@@ -11,6 +11,8 @@ from small import call
 
 import fedhassle
 from fedhassle.commands import inputs
+from fedhassle.data.pictures import read_picture
+from fedhassle.data.site import ImageForm, read_site
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +123,7 @@ def test_images_of_other_sizes_and_colours_are_fitted_by_the_rule(finished, tmp_
     Image.fromarray(np.stack([large] * 3, -1)).save(tmp_path / "large.png")
     np.save(tmp_path / "large.npy", large[None])
     lines, _ = predicted(finished[0], tmp_path / "large.png", tmp_path / "large.npy")
-    from fedhassle.data.images import read_image
-
-    same = model.predict(read_image(tmp_path / "large.png", 12, 12, 1)[None])
+    same = model.predict(read_picture(tmp_path / "large.png", 12, 12, 1).pixels[None])
     for line in lines:
         assert float(line["probability"]) == pytest.approx(same.probabilities.max(), abs=1e-6)
         assert line["class"] == model.class_names[int(same.classes[0])]
@@ -144,7 +144,42 @@ def test_unreadable_images_are_named_and_have_no_class(finished, photos):
 def test_an_image_named_by_mistake_is_no_crash(finished, photos):
     (photos / "scan.dcm").write_bytes(b"\0" * 128 + b"DICM")
     lines, err = predicted(finished[0], photos / "scan.dcm", photos / "a.png")
-    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm is no image" in err
+    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm: holds none of PNG" in err
+
+
+def test_what_a_folder_holds_beside_images_is_said(finished, photos):
+    for name in ("a.dcm", "b.dcm", "labels.csv", ".hidden"):
+        (photos / name).touch()
+    lines, err = predicted(finished[0], photos)
+    assert len(lines) == 3
+    assert err == f"skipped: 1\n  {photos / 'a.dcm'}: no image file (.dcm), and 1 more like it\n"
+
+
+def test_what_was_done_to_images_is_said_once_for_all(finished, photos, pixels):
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels[0].astype(np.uint16) * 257).save(photos / name)
+    Image.fromarray(np.stack([pixels[0]] * 3, -1)).resize((30, 20)).save(photos / "large.png")
+    lines, err = predicted(finished[0], photos)
+    assert len(lines) == 4 and err.splitlines() == [
+        "converted: 16 bits: the upper 8 stay: 2 images",  # nothing of sizes: any model has one
+        *(f"  {photos / name}" for name in ("a.png", "b.png")),
+    ]
+
+
+def test_a_model_predicts_on_the_pixels_that_a_site_would_train_on(finished, photos, pixels, model):
+    Image.fromarray(pixels[0].astype(np.uint16) * 200).save(photos / "a.png")
+    Image.fromarray(np.stack([pixels[1]] * 4, -1)).resize((30, 20)).save(photos / "b.png")
+    site = read_site(photos, ImageForm(model.class_names, 12, 12, 1), labels=no_labels(photos))
+    lines, _ = predicted(finished[0], photos)
+    assert [line["file"] for line in lines] == [str(photos / file) for file in site.files]
+    shares = model.predict(site.x).probabilities.max(1)
+    assert [float(line["probability"]) for line in lines] == pytest.approx(shares.tolist(), abs=1e-6)
+
+
+def no_labels(folder):
+    """A label file without rows: the folder below is no class."""
+    (folder / "labels.csv").write_text("file,label\n")
+    return folder / "labels.csv"
 
 
 def test_if_none_can_be_read_it_ends_with_code_2(finished, tmp_path):

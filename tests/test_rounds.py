@@ -226,9 +226,11 @@ def test_a_small_federation_learns(data):
     assert found > 0.6
 
 
-def test_accuracy_is_the_share_over_all_batches(monkeypatch):
+@pytest.mark.parametrize(("at_once", "small_is"), [(16, 144), (32, 72)])
+def test_accuracy_is_the_share_over_all_batches(at_once, small_is, monkeypatch):
     """Batches of 16, 16 and 8: a mean of batch means would weigh the last one too much."""
-    monkeypatch.setitem(IMAGES_A_PASS, "cpu", 16)
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", at_once)
+    monkeypatch.setattr("fedhassle.nets.SMALL", small_is)  # images here have 144 pixels
     data = small.dataset()
     method = FedAvg(small.net(small.Linear))
     images, views = torch.from_numpy(data.x_test), small.simulator(data).views
@@ -236,4 +238,7 @@ def test_accuracy_is_the_share_over_all_batches(monkeypatch):
     truth = method.net.logits(state["w"], views.normalise(images)).argmax(1)
     truth[32:36] = (truth[32:36] + 1) % 4
     truth[0] = (truth[0] + 1) % 4
+    seen, predict = [], FedAvg.predict
+    monkeypatch.setattr(FedAvg, "predict", lambda self, w, x: seen.append(len(x)) or predict(self, w, x))
     assert accuracy(method, state, images, truth, views) == {"model": 35 / 40}
+    assert seen == [16, 16, 8]

@@ -52,7 +52,7 @@ def test_counts_problems_and_a_picture(folder, tmp_path):
     assert "formats  PNG 5, JPEG 1" in out and "modes    RGB 4, L 1, CMYK 1" in out
     assert "sizes    10×10 5, 20×30 1" in out
     assert "converted: CMYK to RGB: 1 image\n  dog/5.jpg" in out
-    assert "skipped: 1\n  cat/7.png: holds no PNG" in out
+    assert "skipped: 1\n  cat/7.png: holds none of PNG" in out
     assert "agreed size" not in out and "grey" not in out  # nothing is agreed
     assert (tmp_path / "x.png").read_bytes().startswith(PNG) and f"picture  {tmp_path / 'x.png'}" in out
 
@@ -89,10 +89,18 @@ def test_long_lists_are_cut_unless_all_is_wanted(tmp_path):
         (place / f"bad{k:02}.png").write_bytes(b"x")
     words = ("data", "check", place, "--picture", tmp_path / "x.png")
     out = call(*words)[1]
-    assert out.count("… and 5 more (--all shows them)") == 2 and "bad14.png" not in out
+    assert out.count("… and 5 more (fedhassle data check --all shows them)") == 2 and "bad14.png" not in out
     assert "and 5 more: 10 to 24 wide, 20 to 20 high" in out
     out = call(*words, "--all")[1]
-    assert "(--all" not in out and all(f"  bad{k:02}.png: " in out for k in range(15))
+    assert "--all" not in out and all(f"  bad{k:02}.png: " in out for k in range(15))
+
+
+def test_paths_are_printed_as_they_are(folder, tmp_path):
+    """Not as markup of rich, in which [bold] is no text and :smile: a face."""
+    (folder / "cat" / "[bold] :smile:.png").touch()
+    picture = tmp_path / "[bold] :smile:.png"
+    code, out, _ = call("data", "check", folder, "--picture", picture)
+    assert code == 0 and f"picture  {picture}\n" in out and "\n  cat/[bold] :smile:.png: holds none" in out
 
 
 def test_an_npz_is_checked_too(tmp_path):

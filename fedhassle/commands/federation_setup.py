@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from fedhassle.commands.site import FEW, show_survey, shown_progress
+from fedhassle.commands import terminal
+from fedhassle.commands.site import FEW, show_survey
 from fedhassle.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to load, cryptography a moment: commands import what they need when they run.
 
 console = Console()
+say = partial(terminal.say, console)
 
 Federation = Annotated[
     Path, typer.Option("--federation", help="The federation's folder, at the coordinator.")
@@ -165,7 +168,7 @@ def join(
     require(same.ok, f"{same.said}: {same.advice}")
     key, public = folder.site_key(name), folder.site_public(name)
     authority = certificate_fingerprint(folder.ca)
-    with shown_progress(console) as progress:
+    with terminal.shown_progress(console) as progress:
         found = survey(data, agreement.data.form, labels, progress)
     show_survey(found, FEW, console)
     kept = site_key(key, public, name)
@@ -217,8 +220,3 @@ def expel(
 
     gone = expel_site(federation_folder(federation).path, name)
     say(f"{name} is expelled: {fingerprint(gone.key)}")
-
-
-def say(line: str) -> None:
-    """A line as it is."""
-    console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -14,6 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedhassle.commands.options import DataDir
+from fedhassle.commands.site import FEW, show_problems
+from fedhassle.commands.terminal import say, shown_progress
 from fedhassle.errors import require
 from fedhassle.files import atomic, write_json
 
@@ -62,10 +65,12 @@ def predict(
     from fedhassle.commands.predictions import rows
     from fedhassle.model import chosen, load
 
+    errors = Console(stderr=True)
     model = load(path, allow_import).on(device)
     used = model.method.headline if mode is None else chosen(mode, model.modes)
-    found = {source.name: source for word in images for source in sources(word, model.image_size)}
-    table = rows(model, used, list(found.values()), probabilities)
+    found = sources(images, model.image_size)
+    show_problems(found.problems, (), FEW, errors)
+    table = rows(model, used, found.images, probabilities, errors)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(table)
         return
@@ -79,8 +84,8 @@ def evaluate(
     data: Annotated[
         str,
         typer.Argument(
-            help="A data set of `fedhassle data list` (its test images), an .npz with x_test and y_test, "
-            "or a folder with a labels.csv (file,label) or with a folder for each class."
+            help="A data set of `fedhassle data list` (its test images), an .npz with x_test and y_test or "
+            "x and y, or a folder with a labels.csv (file,label) or with a folder for each class."
         ),
     ],
     mode: Mode = None,
@@ -90,17 +95,19 @@ def evaluate(
         typer.Option(help="Where confusion matrices and reliability diagrams go (.png, .svg or .pdf)."),
     ] = None,
     device: Device = "auto",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
-    ] = None,
+    data_dir: DataDir = None,
     allow_import: AllowImport = False,
 ) -> None:
     """Measure a model on labelled images.
 
     Accuracy and balanced accuracy with 95 % intervals, AUROC, recall and precision by class, calibration.
+    Images without a label are left out; what is wrong with which file goes to the standard error.
     """
-    from fedhassle.commands.inputs import labelled_images
+    from fedhassle.commands.inputs import AT_ONCE, labelled_images
     from fedhassle.commands.predictions import collected
+    from fedhassle.data.pictures import TO_FIT
+    from fedhassle.data.site import ImageForm
+    from fedhassle.data.survey import conversions, skipped
     from fedhassle.model import chosen, load
     from fedhassle.report.matrix import check_picture, draw_scores
     from fedhassle.scores import as_json as plain
@@ -110,8 +117,11 @@ def evaluate(
         check_picture(picture)
     model = load(path, allow_import).on(device)
     used = [chosen(mode, model.modes)] if mode is not None else list(model.modes)
-    x, y, _ = labelled_images(data, model.class_names, model.image_size, data_dir)
-    predictions = collected(model, x)
+    form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
+    with shown_progress(errors, more_than=AT_ONCE) as progress:
+        site = labelled_images(data, form, data_dir, progress)
+    show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
+    predictions, y = collected(model, site.x, errors), site.y
     scores = {name: score(*predictions[name], y) for name in used}
     show_scores(scores, model, f"{path} on {data}: {len(y):,} images", Console())
     if as_json is not None:
@@ -145,9 +155,7 @@ def export(
     used = model.method.headline if mode is None else chosen(mode, model.modes)
     file = model_file(path).with_suffix(".onnx") if out is None else out
     gap = export_onnx(model, file, used)
-    Console().print(
-        f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images", highlight=False, soft_wrap=True
-    )
+    say(Console(), f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images")
 
 
 def show_scores(scores: Mapping[str, Scores], model: TrainedModel, title: str, console: Console) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
 from rich.table import Table
 
+from fedhassle.commands.terminal import say, shown_progress
 from fedhassle.errors import require
 
 if TYPE_CHECKING:
+    from fedhassle.data.site import Problem
     from fedhassle.data.survey import Survey
 
 FEW = 10  # problems and sizes that are shown unless all are wanted
@@ -37,9 +38,9 @@ def check(
     """Check a site's images and labels.
 
     Counts them per class, says what is wrong with which file, and draws examples. FOLDER holds images
-    (png jpg webp tif bmp, in folders or not) and labels.csv with the columns file and label, a blank label
-    meaning none; or a folder for each class and one called unlabelled. It may also be an .npz with x and y,
-    -1 meaning unlabelled. Nothing leaves this machine.
+    (png jpg webp tif bmp gif pgm ppm, in folders or not) and labels.csv with the columns file and label, a
+    blank label meaning none; or a folder for each class and one called unlabelled. It may also be an .npz
+    with x and y, -1 meaning unlabelled. Nothing leaves this machine.
     """
     from fedhassle.data.survey import survey
     from fedhassle.report.examples import draw_examples
@@ -55,39 +56,37 @@ def check(
         found = survey(folder, form, labels, progress)
     show_survey(found, None if show_all else FEW, console)
     draw_examples(found.site, found.class_names, picture)
-    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def shown_progress(on: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar that moves while images are read, in a terminal."""
-    with Progress(console=on, transient=True, disable=not on.is_terminal) as bar:
-        task = bar.add_task("reading images", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    say(console, f"picture  {picture}")
 
 
 def show_survey(found: Survey, most: int | None, on: Console) -> None:
     """The tables and lists of a survey; of long lists so many lines."""
-
-    def say(line: str) -> None:
-        on.print(line, highlight=False, soft_wrap=True, markup=False)
-
     total, labelled = len(found.site.y), sum(found.counts)
-    say(f"{total:,} {plural('image', total)}, {labelled:,} labelled ({labelled / total:.0%})")
+    say(on, f"{total:,} {plural('image', total)}, {labelled:,} labelled ({labelled / total:.0%})")
     on.print(counts_table(found))
     for what, counted in (("formats", found.formats), ("modes", found.modes)):
-        say(f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counted)}")
-    say(f"sizes    {sizes_line(found.sizes)}")
-    for what, files in found.converted:
-        say(f"converted: {what}: {len(files):,} {plural('image', len(files))}")
-        for line in first(files, most):
-            say(f"  {line}")
-    if found.skipped:
-        say(f"skipped: {len(found.skipped):,}")
-        for line in first([f"{problem.path}: {problem.what}" for problem in found.skipped], most):
-            say(f"  {line}")
+        say(on, f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counted)}")
+    say(on, f"sizes    {sizes_line(found.sizes)}")
+    show_problems(found.skipped, found.converted, most, on)
     if not found.converted and not found.skipped:
-        say("no problems")
+        say(on, "no problems")
+
+
+def show_problems(
+    skipped: Sequence[Problem],
+    converted: Sequence[tuple[str, Sequence[str]]],
+    most: int | None,
+    on: Console,
+) -> None:
+    """What was done to which images, and which files are not used; of long lists so many lines."""
+    for what, files in converted:
+        say(on, f"converted: {what}: {len(files):,} {plural('image', len(files))}")
+        for line in first(files, most):
+            say(on, f"  {line}")
+    if skipped:
+        say(on, f"skipped: {len(skipped):,}")
+        for line in first([f"{problem.path}: {problem.what}" for problem in skipped], most):
+            say(on, f"  {line}")
 
 
 def counts_table(found: Survey) -> Table:
@@ -96,14 +95,9 @@ def counts_table(found: Survey) -> Table:
     table.add_column("class", overflow="fold")
     table.add_column("images", justify="right")
     for name, count in zip(found.class_names, found.counts, strict=True):
-        table.add_row(escaped(name), f"{count:,}")
+        table.add_row(escape(name), f"{count:,}")
     table.add_row("unlabelled", f"{found.unlabelled:,}", style="dim")
     return table
-
-
-def escaped(text: str) -> str:
-    """Text that rich shows as it is: a class may be called [x]."""
-    return text.replace("[", r"\[")
 
 
 def sizes_line(sizes: Sequence[tuple[tuple[int, int], int]]) -> str:
@@ -120,7 +114,7 @@ def first(lines: Sequence[str], most: int | None) -> list[str]:
     """The first lines, and how many are left."""
     if most is None or len(lines) <= most:
         return list(lines)
-    return [*lines[:most], f"… and {len(lines) - most:,} more (--all shows them)"]
+    return [*lines[:most], f"… and {len(lines) - most:,} more (fedhassle data check --all shows them)"]
 
 
 def plural(noun: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""A site's label file: a CSV with the columns `file` and `label`."""
+"""A site's label file, a CSV with the columns `file` and `label`; and labels as numbers of agreed classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from fedhassle.data.npz import Labels
 from fedhassle.errors import UserError, require
 
 COLUMNS = ("file", "label")
@@ -55,8 +58,21 @@ def class_number(label: str, numbers: Mapping[str, int], where: str) -> int:
     """The number of a class by a name that someone wrote; the error says where."""
     number = numbers.get(same_text(label))
     if number is None:
-        raise UserError(f"{where} {label!r} is none of the agreed classes{_hint(label, numbers)}")
+        raise UserError(f"{where} {label!r} is none of the classes{_hint(label, numbers)}")
     return number
+
+
+def renumbered(y: Labels, theirs: Sequence[str] | None, ours: Sequence[str], where: str) -> Labels:
+    """Numbers into their class names (None: into ours) as numbers into ours; −1 stays."""
+    names = ours if theirs is None else theirs
+    highest = int(y.max())
+    require(highest < len(names), f"{where} has the label {highest}; expected −1, or 0 to {len(names) - 1}")
+    numbers, used = numbered(ours), set(y.tolist()) - {-1}
+    meaning = [
+        class_number(name, numbers, f"{where}: class_names: label {k},") if k in used else -1
+        for k, name in enumerate(names)
+    ]
+    return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
 
 
 def _hint(label: str, class_names: Iterable[str]) -> str:

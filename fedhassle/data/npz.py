@@ -17,6 +17,11 @@ AnyArray = NDArray[Any]
 
 CHANNELS = (1, 3)  # grey, colour
 
+# The names under which a file may hold images and labels to train on, and to measure a model on; the first
+# that are there count.
+TRAINING = (("x", "y"), ("x_train", "y_train"))
+TEST = (("x_test", "y_test"), ("x", "y"))
+
 
 class Content(NamedTuple):
     """The checked content of an .npz, in the order of a Dataset's fields."""
@@ -29,23 +34,18 @@ class Content(NamedTuple):
 
 
 class LabelledImages(NamedTuple):
-    """Images to test a model with."""
+    """Images and their labels, −1 where there is none."""
 
     x: Images
     y: Labels
-    class_names: tuple[str, ...] | None  # where the file says them
+    class_names: tuple[str, ...] | None  # what the numbers mean, where that is said
 
 
 def read(path: Path) -> Content:
     """Reads an .npz and makes sure that its arrays fit together."""
     found = members(path, Arrays._fields)
-    x_train, x_test = (images(found[name], f"{path}: {name}") for name in ("x_train", "x_test"))
-    y_train, y_test = (labels(found[name], f"{path}: {name}") for name in ("y_train", "y_test"))
-    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise UserError(
-                f"{path}: x_{part} has {len(x)} images, y_{part} {len(y)} labels; expected as many"
-            )
+    x_train, y_train = _pair(found, "x_train", "y_train", path)
+    x_test, y_test = _pair(found, "x_test", "y_test", path)
     size, test_size = x_train.shape[1:], x_test.shape[1:]
     if size != test_size:
         raise UserError(f"{path}: x_train has images of {size}, x_test of {test_size}; expected one shape")
@@ -62,19 +62,23 @@ def read(path: Path) -> Content:
     return Content(x_train, y_train, x_test, y_test, class_names(found, len(present), path))
 
 
-def read_test(path: Path) -> LabelledImages:
-    """Reads the test images of an .npz and their labels: x_test and y_test, else x and y."""
-    found = held(path, ("x_test", "y_test", "x", "y", "class_names"))
-    pair = next((pair for pair in (("x_test", "y_test"), ("x", "y")) if found.keys() >= set(pair)), None)
-    if pair is None:
-        raise UserError(f"{path}: holds {_listed(found)}; expected x_test and y_test, or x and y")
-    x, y = images(found[pair[0]], f"{path}: {pair[0]}"), labels(found[pair[1]], f"{path}: {pair[1]}")
+def read_labelled(path: Path, pairs: Sequence[tuple[str, str]]) -> LabelledImages:
+    """Reads images and labels from an .npz by the first of these pairs of names that it has."""
+    found = members(path, *pairs)
+    of_x, of_y = (name for name in found if name != "class_names")
+    x, y = _pair(found, of_x, of_y, path, lowest=-1)
+    named = "class_names" in found
+    return LabelledImages(x, y, class_names(found, found["class_names"].size, path) if named else None)
+
+
+def _pair(
+    found: Mapping[str, AnyArray], of_x: str, of_y: str, path: Path, lowest: int = 0
+) -> tuple[Images, Labels]:
+    """Images and as many labels."""
+    x, y = images(found[of_x], f"{path}: {of_x}"), labels(found[of_y], f"{path}: {of_y}", lowest)
     if len(x) != len(y):
-        raise UserError(f"{path}: {pair[0]} has {len(x)} images, {pair[1]} {len(y)} labels; expected as many")
-    if "class_names" not in found:
-        return LabelledImages(x, y, None)
-    names = class_names(found, max(int(y.max()) + 1, found["class_names"].size), path)
-    return LabelledImages(x, y, names)
+        raise UserError(f"{path}: {of_x} has {len(x)} images, {of_y} {len(y)} labels; expected as many")
+    return x, y
 
 
 def read_images(path: Path) -> Images:
@@ -84,17 +88,17 @@ def read_images(path: Path) -> Images:
     """
     if path.suffix.lower() == ".npy":
         try:
-            return _one_or_more(np.load(path, allow_pickle=False), str(path))
+            alone = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            if isinstance(error, UserError):
-                raise
             raise UserError(
-                f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes"
+                f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes it"
             ) from error
+        return _one_or_more(alone, str(path))
     found = held(path, None)
     names = [name for name in ("x_test", "x", "images") if name in found] or list(found)[: len(found) == 1]
     if not names:
-        raise UserError(f"{path}: holds {_listed(found)}; expected one array, or x_test, x or images")
+        there = ", ".join(found) or "nothing"
+        raise UserError(f"{path}: holds {there}; expected one array, or x_test, x or images")
     return _one_or_more(found[names[0]], f"{path}: {names[0]}")
 
 
@@ -102,11 +106,6 @@ def _one_or_more(x: NDArray[Any], where: str) -> Images:
     """Brings one image, or several, to (N, H, W, C)."""
     alone = x.ndim == 2 or (x.ndim == 3 and x.shape[2] in CHANNELS)
     return images(x[None] if alone else x, where)
-
-
-def _listed(found: dict[str, NDArray[Any]]) -> str:
-    """The names of arrays in words."""
-    return ", ".join(found) or "nothing"
 
 
 def members(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:

@@ -1,12 +1,15 @@
 """One picture, from a file to pixels of an agreed size and number of channels.
 
-What a file holds becomes 8-bit grey or RGB by these rules, in this order; what they change is named:
+Images to train on, to measure a model on and to predict are all prepared here, so that a model sees them
+alike. What a file holds (PNG, JPEG, WebP, TIFF, BMP, GIF, PGM or PPM) becomes 8-bit grey or RGB by these
+rules, in this order; what they change is named:
 
 1. Of several frames or pages the first counts.
 2. The picture is turned as its EXIF orientation says. Colour profiles are ignored.
 3. Of 16 bits the upper 8 stay, in grey and in colour: never stretched, so that pictures stay comparable.
-   1-bit pictures become black and white. Floats in [0, 1] become round(255·x). Other whole numbers and
-   floats have no scale that we could know, and are refused.
+   PGM and PPM say themselves what white is, and are brought to 8 or 16 bits by it. 1-bit pictures become
+   black and white. Floats in [0, 1] become round(255·x). Other whole numbers and floats have no scale that we
+   could know, and are refused.
 4. Transparent parts show white.
 5. Palettes, CMYK and other colour spaces become RGB; RGB becomes grey by ITU-R 601 luma, grey becomes RGB.
 6. A picture of another size is scaled (bicubic) until it covers the agreed size, its proportions kept, and
@@ -17,11 +20,11 @@ What cannot be read whole, or has more than `MOST_PIXELS` pixels, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +32,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedhassle.data.npz import Images
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".pgm", ".ppm")
 # Whatever the suffix says, and no others: some formats make Pillow run programs.
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 MOST_PIXELS = 89_478_485  # where Pillow, too, begins to suspect a decompression bomb
 FINE = 3  # a JPEG is decoded at no less than so many times the agreed size; more changes nothing one can see
 
@@ -80,18 +83,38 @@ class Picture(NamedTuple):
     converted: tuple[str, ...]
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Keeps Pillow's warnings of odd files off the terminal; not to be entered in several threads at once."""
-    with catch_warnings():
-        simplefilter("ignore")
-        yield
+class _Quiet:
+    """Keeps Pillow's warnings of odd files off the terminal, in any number of threads.
+
+    The filters belong to the whole process: the first to enter sets them, the last to leave puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._filters = Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._filters.enter_context(catch_warnings())
+                filterwarnings("ignore", module=r"PIL\.")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._filters.close()
+
+
+_quietly = _Quiet()
 
 
 def read_picture(path: Path, height: int, width: int, channels: int) -> Picture:
-    """The picture in a file, by the rules above."""
+    """The picture in a file, by the rules above; in any number of threads at once."""
     try:
-        with path.open("rb") as stream, Image.open(stream, formats=FORMATS) as image:
+        if not path.is_file():  # a pipe would be waited for
+            raise UnusableError("is no file" if path.exists() else "does not exist")
+        with _quietly, path.open("rb") as stream, Image.open(stream, formats=FORMATS) as image:
             met = Met(str(image.format), image.mode, *image.size)
             _refuse_vast(image)
             notes: list[str] = []
@@ -100,7 +123,7 @@ def read_picture(path: Path, height: int, width: int, channels: int) -> Picture:
     except UnusableError:
         raise
     except UnidentifiedImageError as error:
-        raise UnusableError("holds no PNG, JPEG, WebP, TIFF or BMP, whatever its name says") from error
+        raise UnusableError(f"holds none of {', '.join(FORMATS)}, whatever its name says") from error
     except Image.DecompressionBombError as error:
         raise UnusableError(_too_large("")) from error
     # Damaged bytes make Pillow and its decoders raise a dozen kinds of errors.
@@ -159,7 +182,8 @@ def _pixels(image: Image.Image, height: int, width: int, channels: int, notes: l
     if image.size != (width, height):
         notes.append(_change_of_size(image.size, (width, height)))
         image = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
-    return np.asarray(image, np.uint8).reshape(height, width, channels)
+    # A copy: Pillow's own memory may not be written to, of which PyTorch would warn.
+    return np.array(image, np.uint8).reshape(height, width, channels)
 
 
 def _eight_bits(image: Image.Image, notes: list[str]) -> Image.Image:

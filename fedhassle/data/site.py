@@ -26,14 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from fedhassle.data import npz
-from fedhassle.data.labels import Row, class_number, listed, numbered, read_labels, same_text
+from fedhassle.data.labels import Row, class_number, listed, numbered, read_labels, renumbered, same_text
 from fedhassle.data.npz import CHANNELS, Images, Labels
-from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, quietly, read_picture
+from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
 
 LABEL_FILE = "labels.csv"
@@ -42,11 +42,13 @@ LEFTOVERS = ("__macosx", "thumbs.db", "desktop.ini")
 THREADS = 4  # decoders run outside Python's lock
 
 Progress = Callable[[int, int], None]  # images done, images in all
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """What a federation agrees on: the classes, and the size and channels of an image."""
+    """What a federation agrees on, or a model knows: the classes, and the size and channels of an image."""
 
     class_names: tuple[str, ...]
     height: int
@@ -84,21 +86,27 @@ def read_site(
     labels: Path | None = None,
     progress: Progress | None = None,
     threads: int = THREADS,
+    labelled_only: bool = False,
 ) -> SiteData:
     """Reads a site's images and labels by the rules above, its pictures by those of `data.pictures`.
 
     Labels are checked before the first image is decoded. Memory is that of the table of pixels, and of one
-    decoded image a thread. A site without any usable image is an error.
+    decoded image a thread. A site without any usable image is an error. With `labelled_only` those without a
+    label are left out unread.
     """
     if _is_npz(path):
         require(labels is None, f"{path} has labels of its own: leave {labels} out")
-        return _from_npz(path, wanted)
-    found = _look_into(path, labels)
+        x, y, theirs = npz.read_labelled(path, npz.TRAINING)
+        y = renumbered(y, theirs, wanted.class_names, str(path))
+        return site_of_arrays(x, y, path.name, wanted, labelled_only)
+    found = images_in(path, labels)
     y, problems = _labels(path, found, wanted.class_names, labels)
-    require(bool(found.files), f"{path} holds no images ({', '.join(SUFFIXES)}){_first(found.problems)}")
+    if labelled_only:
+        chosen = _labelled(y, str(path))
+        y, found = y[chosen], found._replace(files=tuple(found.files[k] for k in chosen))
     x = _table(len(found.files), wanted)
     work = partial(_read_into, x, found.folder, found.files, wanted)
-    read = _side_by_side(work, len(found.files), threads, progress)
+    read = on_threads(work, range(len(found.files)), threads, progress)
     kept = [k for k, one in enumerate(read) if one.met is not None]
     for place, k in enumerate(kept):  # in place: a second table might not fit
         if place != k:
@@ -111,11 +119,40 @@ def read_site(
     return SiteData(x[: len(kept)], y[kept], files, tuple(problems), met)
 
 
+def site_of_arrays(
+    x: Images, y: Labels, name: str, wanted: ImageForm, labelled_only: bool = False
+) -> SiteData:
+    """Images that are no files, labelled with numbers of the wanted classes, as a site's."""
+    places: Sequence[int] = range(len(y))
+    if labelled_only:
+        chosen = _labelled(y, name)
+        x, y, places = x[chosen], y[chosen], chosen
+    files = tuple(f"{name}[{k}]" for k in places)
+    count, height, width, channels = x.shape
+    met = {Met("NPZ", "L" if channels == 1 else "RGB", width, height): count}
+    if (height, width, channels) == (wanted.height, wanted.width, wanted.channels):
+        return SiteData(x, y, files, (), met)
+    table = _table(count, wanted)
+    problems = []
+    for k, file in enumerate(files):
+        table[k], converted = fitted(x[k], wanted.height, wanted.width, wanted.channels)
+        problems += [Problem(file, what, "converted") for what in converted]
+    return SiteData(table, y, files, tuple(problems), met)
+
+
+def _labelled(y: Labels, where: str) -> list[int]:
+    """Which images have labels."""
+    chosen = [int(k) for k in np.flatnonzero(y >= 0)]
+    require(bool(chosen), f"{where} holds no labelled images")
+    return chosen
+
+
 def site_classes(path: Path, labels: Path | None = None) -> tuple[str, ...]:
     """The class names that a site's own data speaks of, where none are agreed yet."""
     if _is_npz(path):
-        return _classes_of_npz(path)
-    found = _look_into(path, labels)
+        _, y, given = npz.read_labelled(path, npz.TRAINING)
+        return given or tuple(str(k) for k in range(int(y.max()) + 1))
+    found = images_in(path, labels)
     file = labels or _label_file(found.folder)
     if file is not None:
         names = {row.label for row in read_labels(file) if row.label}
@@ -147,14 +184,16 @@ def _is_npz(path: Path) -> bool:
 # What lies in a folder
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """The image files of a folder, not opened yet."""
+
     folder: Path  # without links
     files: tuple[str, ...]  # POSIX paths in the folder, sorted
     problems: tuple[Problem, ...]
 
 
-def _look_into(path: Path, labels: Path | None) -> _Found:
-    """The image files of a folder, beside its label file; nothing is opened."""
+def images_in(path: Path, labels: Path | None = None) -> Found:
+    """The image files of a folder and those below it, beside its label file; none at all is an error."""
     folder = path.resolve()
     label_file = labels.resolve() if labels else None
     files: list[str] = []
@@ -182,7 +221,9 @@ def _look_into(path: Path, labels: Path | None) -> _Found:
             else:
                 files.append(file.relative_to(folder).as_posix())
     problems += [_other(suffix, sorted(paths)) for suffix, paths in others.items()]
-    return _Found(folder, tuple(sorted(files)), tuple(sorted(problems)))
+    problems.sort()
+    require(bool(files), f"{path} holds no images ({', '.join(SUFFIXES)}){_first(problems)}")
+    return Found(folder, tuple(sorted(files)), tuple(problems))
 
 
 def _ignored(name: str) -> bool:
@@ -225,7 +266,7 @@ def _first(problems: Sequence[Problem]) -> str:
 
 
 def _labels(
-    path: Path, found: _Found, class_names: Sequence[str], labels: Path | None
+    path: Path, found: Found, class_names: Sequence[str], labels: Path | None
 ) -> tuple[Labels, list[Problem]]:
     """The label of each file, by a label file or else by its folder."""
     file = labels or _label_file(found.folder)
@@ -268,7 +309,7 @@ def _by_rows(
             )
         y[place] = label
     if rows and not named:
-        example = f"{rows[0].file!r}" + (f", while there is {files[0]!r}" if files else "")
+        example = f"{rows[0].file!r}, while there is {files[0]!r}"
         raise UserError(
             f"{file}: no row names an image of the folder (row {rows[0].number} says {example}): write each "
             "path as it lies in the folder, with its suffix"
@@ -329,7 +370,8 @@ def _table(count: int, wanted: ImageForm) -> Images:
         return np.empty(shape, np.uint8)
     except (MemoryError, ValueError) as error:
         size = count * wanted.height * wanted.width * wanted.channels / 1e9
-        raise UserError(f"{count:,} images of the agreed size need {size:,.1f} GB of memory") from error
+        form = f"{wanted.height}×{wanted.width}×{wanted.channels}"
+        raise UserError(f"{count:,} images of {form} need {size:,.1f} GB of memory") from error
 
 
 def _read_into(x: Images, folder: Path, files: Sequence[str], wanted: ImageForm, k: int) -> _Read:
@@ -343,70 +385,17 @@ def _read_into(x: Images, folder: Path, files: Sequence[str], wanted: ImageForm,
     return _Read(picture.met, tuple(Problem(shown, what, "converted") for what in picture.converted))
 
 
-def _side_by_side(
-    work: Callable[[int], _Read], count: int, threads: int, progress: Progress | None
-) -> list[_Read]:
-    """`work` of 0 … count−1, in this order."""
-    done: list[_Read] = []
+def on_threads(
+    work: Callable[[T], R], items: Sequence[T], threads: int = THREADS, progress: Progress | None = None
+) -> list[R]:
+    """`work` of each item, in their order."""
+    done: list[R] = []
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        with quietly():
-            for one in pool.map(work, range(count)):
-                done.append(one)
-                if progress is not None:
-                    progress(len(done), count)
+        for one in pool.map(work, items):
+            done.append(one)
+            if progress is not None:
+                progress(len(done), len(items))
     finally:
         pool.shutdown(cancel_futures=True)  # on Ctrl-C, what has not begun does not begin
     return done
-
-
-# .npz
-
-
-def _from_npz(path: Path, wanted: ImageForm) -> SiteData:
-    """Reads an .npz; images of another size or colour are brought to what was agreed."""
-    found = npz.members(path, ("x", "y"), ("x_train", "y_train"))
-    of_x, of_y = (name for name in found if name != "class_names")
-    x = npz.images(found[of_x], f"{path}: {of_x}")
-    y = _agreed(npz.labels(found[of_y], f"{path}: {of_y}", lowest=-1), found, path, wanted.class_names)
-    require(len(x) == len(y), f"{path}: {of_x} has {len(x)} images, {of_y} {len(y)} labels; expected as many")
-    files = tuple(f"{path.name}[{k}]" for k in range(len(x)))
-    count, height, width, channels = x.shape
-    met = {Met("NPZ", "L" if channels == 1 else "RGB", width, height): count}
-    if (height, width, channels) == (wanted.height, wanted.width, wanted.channels):
-        return SiteData(x, y, files, (), met)
-    table = _table(count, wanted)
-    problems = []
-    for k, file in enumerate(files):
-        table[k], converted = fitted(x[k], wanted.height, wanted.width, wanted.channels)
-        problems += [Problem(file, what, "converted") for what in converted]
-    return SiteData(table, y, files, tuple(problems), met)
-
-
-def _agreed(y: Labels, found: Mapping[str, npz.AnyArray], path: Path, class_names: Sequence[str]) -> Labels:
-    """Numbers of the file's own classes, or of the agreed ones, as numbers of the agreed ones."""
-    names = _names_in(found, path) or tuple(class_names)
-    highest = int(y.max())
-    require(highest < len(names), f"{path} has the label {highest}; expected −1, or 0 to {len(names) - 1}")
-    numbers = numbered(class_names)
-    used = set(y.tolist()) - {-1}
-    meaning = [
-        class_number(name, numbers, f"{path}: class_names: label {k},") if k in used else -1
-        for k, name in enumerate(names)
-    ]
-    return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
-
-
-def _names_in(found: Mapping[str, npz.AnyArray], path: Path) -> tuple[str, ...]:
-    """The file's own class names; none where it has none."""
-    if "class_names" not in found:
-        return ()
-    return npz.class_names(found, found["class_names"].size, path)
-
-
-def _classes_of_npz(path: Path) -> tuple[str, ...]:
-    """The names in the file, or else its numbers."""
-    found = npz.members(path, ("x", "y"), ("x_train", "y_train"))
-    (of_y,) = (name for name in found if name.startswith("y"))
-    y = npz.labels(found[of_y], f"{path}: {of_y}", lowest=-1)
-    return _names_in(found, path) or tuple(str(k) for k in range(int(y.max()) + 1))

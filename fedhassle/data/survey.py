@@ -55,12 +55,17 @@ def survey(
         tuple(formats.most_common()),
         tuple(modes.most_common()),
         tuple(sizes.most_common()),
-        tuple(problem for problem in site.problems if problem.outcome == "skipped"),
-        _conversions(site.problems, leave_out=() if form else TO_FIT),
+        skipped(site.problems),
+        conversions(site.problems, leave_out=() if form else TO_FIT),
     )
 
 
-def _conversions(
+def skipped(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Those of files that are not used at all."""
+    return tuple(problem for problem in problems if problem.outcome == "skipped")
+
+
+def conversions(
     problems: Sequence[Problem], leave_out: Sequence[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The files by what was done to them, the most frequent first."""

@@ -14,6 +14,7 @@ from cryptography import x509
 
 from fedhassle.data.labels import listed
 from fedhassle.data.site import Progress, SiteData, read_site
+from fedhassle.data.survey import skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address, Agreement, agreement_hash, parsed_address
 from fedhassle.federation.keys import fingerprint, others_may_read, public_line, read_certificate
@@ -120,9 +121,9 @@ def check_data(
         return Check("data", False, str(error), f"look at it with: fedhassle data check {data}"), None
     labelled = int((site.y >= 0).sum())
     said = f"{len(site.y):,} image{'s' * (len(site.y) != 1)}, {labelled:,} labelled"
-    skipped = [problem.path for problem in site.problems if problem.outcome == "skipped"]
-    if skipped:
-        said += f"; {len(skipped):,} skipped: {listed(skipped, 3)}"
+    lost = [problem.path for problem in skipped(site.problems)]
+    if lost:
+        said += f"; {len(lost):,} skipped: {listed(lost, 3)}"
     return Check("data", True, said), site
 
 

@@ -64,9 +64,9 @@ def _shown(class_names: Sequence[str], cell: float) -> list[str]:
     return [shortened(name) for name in class_names]
 
 
-def shortened(name: str) -> str:
+def shortened(name: str, most: int = LONGEST_NAME) -> str:
     """A class name, cut to a bearable length."""
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _width(name: str) -> float:
