@@ -14,7 +14,7 @@ run: .venv/installed ## set up, then train HASSLE on the embedded images (about 
 	$(BIN)/fedhassle run
 
 test: .venv/installed-test ## set up with the test tools, then tests, lint, format and type check
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 	@$(MAKE) --no-print-directory lint
 
 lint: .venv/installed-test ## lint, format and type check alone

@@ -16,14 +16,22 @@ def accuracy(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
 ) -> dict[str, float]:
     """The share of images (N, H, W, C) that each prediction gets right."""
+    found = hits(method, state, images, y, views, workers)
+    return method.report({name: hit / len(y) for name, hit in found.items()})
+
+
+def hits(
+    method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
+) -> dict[str, int]:
+    """How many images (N, H, W, C) each prediction gets right."""
     size = images_a_pass(images)
     batches = list(zip(torch.split(images, size), torch.split(y, size), strict=True))
 
     @torch.no_grad()
-    def hits(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def right(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         pixels, labels = batch
         logits = method.predict(state, views.normalise(pixels))
         return {name: (z.argmax(1) == labels).sum() for name, z in logits.items()}
 
-    found = side_by_side(hits, batches, workers)
-    return method.report({name: sum(int(hit[name]) for hit in found) / len(y) for name in found[0]})
+    found = side_by_side(right, batches, workers)
+    return {name: sum(int(hit[name]) for hit in found) for name in found[0]}

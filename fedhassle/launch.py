@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,8 +38,8 @@ from fedhassle.provenance import hardware, machine, versions
 from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
-from fedhassle.rounds import Plan
-from fedhassle.runs import KINDS, Folder, Metrics, Step, conduct, finish
+from fedhassle.rounds import Federation, Plan
+from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, conduct, finish
 from fedhassle.simulator import Simulator
 from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays
@@ -226,21 +226,34 @@ def carry_out(run: Run, sharing: int = 1) -> Iterator[Step]:
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
-    def evaluate(state: Arrays) -> dict[str, float]:
+    def evaluate(state: Arrays, t: int) -> Scores:
         with QUIET.broken():
-            return accuracy(run.method, state, images, y, simulator.views, simulator.workers)
+            return Scores(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
 
     with locked(run.folder.path), logging_to(run.folder.log, sharing == 1), engine.active():
         record(run)
-        for note in run.split.notes:
-            log.info("split: %s", note)
-        every = settings.evaluate_every
-        yield from conduct(run.folder, run.method, simulator, run.plan, evaluate, every, run.device)
-        about = about_model(run)
-        summary = finish(run.folder, run.method, about_run(run), about)
-        write_text(run.folder.card, model_card(summary, about))
-        draw_curves(grouped([summary]), run.folder.curves)
-        write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
+        yield from carry_on(run, simulator, evaluate)
+
+
+def carry_on(
+    run: Run,
+    federation: Federation,
+    evaluate: Callable[[Arrays, int], Scores | None],
+    about: Metrics | None = None,
+) -> Iterator[Step]:
+    """The rounds that are left of a run, wherever its clients are, and then what it leaves behind.
+
+    `about`: what its summary is to say of it beyond, or in place of, what it says of every run.
+    """
+    for note in run.split.notes:
+        log.info("split: %s", note)
+    every = run.settings.evaluate_every
+    yield from conduct(run.folder, run.method, federation, run.plan, evaluate, every, run.device)
+    model = about_model(run)
+    summary = finish(run.folder, run.method, about_run(run) | (about or {}), model)
+    write_text(run.folder.card, model_card(summary, model))
+    draw_curves(grouped([summary]), run.folder.curves)
+    write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
 
 
 def record(run: Run) -> None:

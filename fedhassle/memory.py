@@ -37,17 +37,17 @@ class Memory:
 
     def load(self, client: str, t: int, device: torch.device) -> Arrays | None:
         """What a client kept in its last round before t; None if there was none."""
-        before = [n for n in round_files(self._home(client)) if n < t]
-        if not before:
+        last = self.last(client, t)
+        if not last:
             return None
-        path = round_file(self._home(client), before[-1])
+        path = round_file(self._home(client), last)
         try:
             arrays, about = read_arrays(path)
-            right = about == {"client": client, "round": before[-1]}
-            require(right, f"{path} is not what {client!r} kept in round {before[-1]}")
+            right = about == {"client": client, "round": last}
+            require(right, f"{path} is not what {client!r} kept in round {last}")
         except UserError as error:
             raise UserError(
-                f"{error}; to do that round again, remove the checkpoints of round {before[-1]} and later, "
+                f"{error}; to do that round again, remove the checkpoints of round {last} and later, "
                 "then resume"
             ) from error
         return {name: array.to(device) for name, array in arrays.items()}
@@ -58,6 +58,16 @@ class Memory:
         write_arrays(round_file(home, t), arrays, {"client": client, "round": t})
         there = round_files(home)
         self._trim(home, there, {n for n in there if n <= self._newest} | {t})
+
+    def last(self, client: str, t: int) -> int:
+        """The last round before t in which a client kept something; 0 if there was none."""
+        return max((n for n in round_files(self._home(client)) if n < t), default=0)
+
+    def forget(self, client: str) -> None:
+        """Forgets all that a client kept."""
+        home = self._home(client)
+        self._trim(home, round_files(home), set())
+        remove_empty(home)
 
     def rewind(self, t: int) -> None:
         """Forgets what clients kept after round t: the run goes on from there. Looks at every client."""

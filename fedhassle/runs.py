@@ -73,6 +73,16 @@ class Folder(NamedTuple):
         return self.path / "model.md"
 
     @property
+    def best(self) -> Path:
+        """The model of the round that the sites' validation images found best; there in federations alone."""
+        return self.path / "best.safetensors"
+
+    @property
+    def audit(self) -> Path:
+        """One line of JSON for each thing that happened to a site; there in federations alone."""
+        return self.path / "audit.jsonl"
+
+    @property
     def curves(self) -> Path:
         """A picture of the accuracy by round."""
         return self.path / "curves.png"
@@ -93,6 +103,13 @@ class Folder(NamedTuple):
         return self.path / "memory"
 
 
+class Scores(NamedTuple):
+    """What an evaluation found: accuracy by prediction, and what else a line of metrics is to hold."""
+
+    accuracy: dict[str, float]
+    more: Metrics = {}  # noqa: RUF012 - never written to
+
+
 class Step(NamedTuple):
     """A finished round as an onlooker sees it."""
 
@@ -106,11 +123,14 @@ def conduct(
     method: Method,
     federation: Federation,
     plan: Plan,
-    evaluate: Callable[[Arrays], dict[str, float]],
+    evaluate: Callable[[Arrays, int], Scores | None],
     evaluate_every: int,
     device: torch.device,
 ) -> Iterator[Step]:
-    """Carries a run to its end, from its last checkpoint if it has one; yields after every round."""
+    """Carries a run to its end, from its last checkpoint if it has one; yields after every round.
+
+    Where an evaluation finds nothing, as when no site that can do it is there, the line is left out.
+    """
     start = begin(folder, method, plan.seed, device)
     history, tally = start.history, Tally(method)
     clock = time.perf_counter()
@@ -118,11 +138,12 @@ def conduct(
         tally.add(done)
         metrics = None
         if done.t % evaluate_every == 0 or done.t == plan.rounds:
-            scores = evaluate(done.state)
-            metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
-            clock, tally = time.perf_counter(), Tally(method)
-            history = [*history, metrics]
-            append(folder.metrics, metrics)
+            scores = evaluate(done.state, done.t)
+            if scores is not None:
+                metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
+                clock, tally = time.perf_counter(), Tally(method)
+                history = [*history, metrics]
+                append(folder.metrics, metrics)
             save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, history))
             federation.prune(list(round_files(folder.checkpoints)))
         yield Step(done.t, done.clients, metrics)
@@ -166,17 +187,18 @@ class Tally:
         self.drawn.extend(done.clients)
         self.models |= dict.fromkeys(sorted(trainable(self.method, done.t)))
 
-    def metrics(self, t: int, scores: dict[str, float], seconds: float) -> Metrics:
+    def metrics(self, t: int, scores: Scores, seconds: float) -> Metrics:
         """One line of metrics; what is not known is None."""
         return {
             "round": t,
-            "accuracy": scores,
+            "accuracy": scores.accuracy,
             "loss": self.losses(),
             "pseudo_label_accuracy": self.labelling(),
             "bytes_down": self.by_kind([r.bytes_down for r in self.replies]),
             "bytes_up": self.by_kind([r.bytes_up for r in self.replies]),
             "clients": {kind: sum(c.kind == kind for c in self.drawn) for kind in KINDS},
             "seconds": round(seconds, 3),
+            **scores.more,
         }
 
     def losses(self) -> dict[str, float | None]:
@@ -220,6 +242,8 @@ def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_mode
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
     if last is None:
         raise RuntimeError(f"{folder.path} has no checkpoint to finish from")
+    if not last.history:
+        raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
     scores = final_scores(last.history)
     write_arrays(folder.model, method.model(last.state), about_model | {"scores": scores})
     return {

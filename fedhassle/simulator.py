@@ -19,11 +19,10 @@ from fedhassle.parallel import side_by_side
 from fedhassle.rounds import Reply
 from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays, all_finite
-from fedhassle.wire import Arrived, sent
+from fedhassle.wire import Wire
 
 Message = tuple[Client, Arrays]
 
-HELD = "\0held by "  # before the name of a client: what it is known to hold, if messages are sparse
 WRITERS = 4  # files of clients that are written at once: the disk is waited for, not a core
 
 
@@ -38,6 +37,7 @@ class Simulator:
         engine: Engine,
         workers: int = 1,
         memory: Memory | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         device = engine.device
         self.seed, self.engine = seed, engine
@@ -46,17 +46,20 @@ class Simulator:
         self.views = dataset_views(dataset, device)
         self.images = torch.from_numpy(dataset.x_train).to(device)
         self.y = torch.from_numpy(dataset.y_train).to(device)
+        self.truth_known = bool((dataset.y_train >= 0).all())  # in a real federation nobody knows it
         # Not on the device: what lies there does not grow with the number of clients.
         parts = zip(split.labelled, split.unlabelled, strict=True)
-        self.rows = dict(zip(split.names, parts, strict=True))
+        self.rows = dict(zip(split.names if names is None else names, parts, strict=True))
         self.clients: Sequence[Client] = tuple(
             Client(name, len(labelled), len(unlabelled)) for name, (labelled, unlabelled) in self.rows.items()
         )
         self.memory = Memory() if memory is None else memory
+        self.wire = Wire(self.memory, device)
 
     def train(self, method: Method, messages: Sequence[Message], t: int) -> list[Reply]:
         """Round t of the clients that are sent a message."""
-        down = [self._sent(method, client, message, t) for client, message in messages]
+        least = method.unsent()
+        down = [self.wire.down(client.name, message, least, t) for client, message in messages]
         received = [(client, one.arrays) for (client, _), one in zip(messages, down, strict=True)]
         if self.lanes is None:
             done = self._on_cores(method, received, t)
@@ -69,18 +72,9 @@ class Simulator:
             for (client, message), one in zip(received, down, strict=True)
         ]
 
-    def _sent(self, method: Method, client: Client, message: Arrays, t: int) -> Arrived:
-        """A message as it arrives."""
-        least = method.unsent()
-        known = self.memory.load(HELD + client.name, t, self.engine.device) if least else None
-        return sent(message, known or {}, least)
-
     def _reply(self, method: Method, update: Update, message: Arrays, down: int, t: int) -> Reply:
-        """An update as it arrives; what both ends know then is remembered where it spares sending."""
-        up = sent(update.arrays, message, method.unsent())
-        held = message | up.arrays
-        if method.unsent() and all_finite([list(held.values())])[0]:
-            self.memory.save(HELD + update.client.name, t, held)
+        """An update as it arrives."""
+        up = self.wire.up(update.client.name, update.arrays, message, method.unsent(), t)
         return Reply(update._replace(arrays=up.arrays), down, up.size)
 
     def _on_lanes(self, lanes: Lanes, method: Method, messages: Sequence[Message], t: int) -> list[Trained]:
@@ -123,8 +117,8 @@ class Simulator:
         """Where a client trains; its rows come onto the device for as long as it does."""
         rows = [np.ascontiguousarray(part, np.int64) for part in self.rows[client.name]]
         labelled, unlabelled = (there(part, self.engine.device) for part in rows)
-        samples = Samples(self.images, labelled, self.y[labelled], unlabelled, self.y[unlabelled])
-        return Site(client, samples, self.views)
+        truth = self.y[unlabelled] if self.truth_known else None
+        return Site(client, Samples(self.images, labelled, self.y[labelled], unlabelled, truth), self.views)
 
 
 def steps(method: Method, client: Client, t: int) -> int:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from fedhassle.vectors import Arrays, size_in_bytes
+from fedhassle.memory import Memory
+from fedhassle.vectors import Arrays, all_finite, size_in_bytes
 
 INDEX = 4  # bytes that say which entry has changed
+HELD = "\0held by "  # before the name of a client: what it is known to hold, if messages are sparse
 
 
 class Arrived(NamedTuple):
@@ -36,3 +38,26 @@ def sent(arrays: Arrays, known: Arrays, least: float) -> Arrived:
         made[name] = torch.where(changed, vector, before) if short < whole else vector
         total += min(short, whole)
     return Arrived(made, total)
+
+
+class Wire(NamedTuple):
+    """One end of the wires to clients: what both ends know is remembered where it spares sending."""
+
+    memory: Memory
+    device: torch.device
+
+    def known(self, client: str, least: float, t: int) -> Arrays:
+        """What a client is known to hold before round t."""
+        return (self.memory.load(HELD + client, t, self.device) if least else None) or {}
+
+    def down(self, client: str, message: Arrays, least: float, t: int) -> Arrived:
+        """A message as it arrives."""
+        return sent(message, self.known(client, least, t), least)
+
+    def up(self, client: str, arrays: Arrays, message: Arrays, least: float, t: int) -> Arrived:
+        """An update as it arrives; what the client holds then is known to both ends."""
+        arrived = sent(arrays, message, least)
+        held = message | arrived.arrays
+        if least and all_finite([list(held.values())])[0]:
+            self.memory.save(HELD + client, t, held)
+        return arrived

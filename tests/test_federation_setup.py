@@ -20,9 +20,9 @@ from fedhassle.commands import federation_setup
 from fedhassle.config import resolve
 from fedhassle.errors import UserError
 from fedhassle.federation import keys
+from fedhassle.federation.admission import admit_site, admitted, expel_site
 from fedhassle.federation.agreement import agreement_hash, read_agreement, run_request
 from fedhassle.federation.folder import FederationFolder, federation_folder
-from fedhassle.federation.sites import admit_site, admitted, expel_site
 
 app = typer.Typer()
 for command in ("init", "join", "admit", "expel"):

@@ -10,8 +10,7 @@ import torch
 from fedhassle.local import train
 from fedhassle.methods import FedAvg, FedMatch
 from fedhassle.rounds import Plan, federate
-from fedhassle.simulator import HELD
-from fedhassle.wire import sent
+from fedhassle.wire import HELD, sent
 
 LEAST = 0.5  # exact in binary, as are the changes below
 NAN = float("nan")

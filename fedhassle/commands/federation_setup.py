@@ -199,9 +199,9 @@ def admit(
     federation: Federation = FOLDER,
 ) -> None:
     """Admit a site, by the public key that it sent."""
+    from fedhassle.federation.admission import admit_site
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.keys import fingerprint, read_public_key
-    from fedhassle.federation.sites import admit_site
 
     folder = federation_folder(federation)
     public = read_public_key(key)
@@ -214,9 +214,9 @@ def expel(
     federation: Federation = FOLDER,
 ) -> None:
     """Take a site out of the federation."""
+    from fedhassle.federation.admission import expel_site
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.keys import fingerprint
-    from fedhassle.federation.sites import expel_site
 
     gone = expel_site(federation_folder(federation).path, name)
     say(f"{name} is expelled: {fingerprint(gone.key)}")

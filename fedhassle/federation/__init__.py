@@ -1,1 +1,1 @@
-"""A real federation: what its members agree on, their keys, and what they check before they join."""
+"""A real federation: what its members agree on, their keys, and rounds over a network, by Flower."""

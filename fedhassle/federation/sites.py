@@ -1,81 +1,199 @@
-"""Who is admitted to a federation: the coordinator's record of names and public keys, `sites.toml`."""
+"""The sites of a federation as the server sees them: who is there, and what each answers."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from pathlib import Path
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import tomli_w
+from fedhassle.errors import UserError
+from fedhassle.federation.audit import Audit
+from fedhassle.federation.grid import Grid, Letter, Node
+from fedhassle.federation.messages import Content, Introduction, RefusedError, introduction, short
+from fedhassle.federation.terms import Agreed, Rules
 
-from fedhassle.errors import UserError, require
-from fedhassle.federation.folder import FederationFolder, checked_name
-from fedhassle.federation.keys import checked_public_key, fingerprint
-from fedhassle.files import locked, write_text
-from fedhassle.names import nearest
+log = logging.getLogger("fedhassle")
 
-FORMAT = 1
-HEADER = "# Written by `fedhassle federation admit` and `expel`.\n"
-
-
-class AdmittedSite(NamedTuple):
-    """A site that may join."""
-
-    name: str
-    key: str  # a line of OpenSSH
-    since: str  # a date and time, ISO 8601
+POLL = 0.1  # seconds between two looks for answers: a look costs about 10 ms of one core
+TOLD_EVERY = 10.0  # seconds between two lines about what is waited for
+ASK_AGAIN = 10.0  # seconds until a node that could not say who it is is asked again
+LIFETIME = 12 * 3600.0  # seconds that a site may be late before its answer is given up for good
 
 
-def admitted(folder: Path) -> dict[str, AdmittedSite]:
-    """The admitted sites by name, in the order of their names."""
-    path = FederationFolder(folder).sites
-    if not path.exists():
-        return {}
-    try:
-        content = tomllib.loads(path.read_text("utf-8"))
-        found = [AdmittedSite(name, site["key"], site["since"]) for name, site in content["sites"].items()]
-        assert content["format"] == FORMAT
-        assert all(isinstance(part, str) for site in found for part in site)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+class Clock(NamedTuple):
+    """Time, so that tests need not wait."""
+
+    now: Callable[[], float] = time.monotonic
+    pause: Callable[[float], None] = time.sleep
+
+
+class Present(NamedTuple):
+    """A site that is there, and the node that it is."""
+
+    node: Node
+    introduction: Introduction
+
+
+Answers = dict[str, Content | str]
+"""By site: a content, or what went wrong."""
+
+
+class Sites:
+    """Who is there. Sites go by their own names, in the order of these: a node's number is random."""
+
+    def __init__(
+        self, grid: Grid, agreed: Agreed, rules: Rules, audit: Audit, clock: Clock | None = None
+    ) -> None:
+        self.grid, self.agreed, self.rules, self.audit = grid, agreed, rules, audit
+        self.clock = Clock() if clock is None else clock
+        self.there: dict[str, Present] = {}
+        self._asked: dict[str, Node] = {}  # by letter: nodes that have not said yet who they are
+        self._met: dict[Node, float] = {}  # that have been asked, and when they may be asked again
+        self._late: dict[str, str] = {}  # by letter: sites that have not answered in time
+
+    @property
+    def free(self) -> dict[str, Introduction]:
+        """The sites that are there and not still busy with an old round, by name."""
+        busy = set(self._late.values())
+        return {k: self.there[k].introduction for k in sorted(self.there) if k not in busy}
+
+    def gather(self, wanted: int, patience: float = 0.0) -> dict[str, Introduction]:
+        """The sites that are free, once there are so many; to wait for them has a limit.
+
+        `patience`: seconds to wait for nodes that have not said who they are, though there are enough.
+        """
+        self.refresh()
+        began = told = self.clock.now()
+        while len(self.free) < wanted or (self._asked and self.clock.now() - began < patience):
+            if self.clock.now() - began > self.rules.wait:
+                self._too_few(wanted)
+            if self.clock.now() - told >= TOLD_EVERY:
+                told = self.clock.now()
+                log.info("waiting for sites: %s", self._state(wanted))
+            self.clock.pause(POLL)
+            self.refresh()
+        return self.free
+
+    def refresh(self) -> None:
+        """Looks who has come and gone; whoever is new is asked who it is. Does not wait."""
+        nodes = set(self.grid.nodes())
+        for name, present in list(self.there.items()):
+            if present.node not in nodes:
+                self._leaves(name, "its node is gone, or has started anew")
+        now = self.clock.now()
+        self._met = {node: again for node, again in self._met.items() if node in nodes and again > now}
+        self._asked = {letter: node for letter, node in self._asked.items() if node in nodes}
+        new = sorted(nodes - self._met.keys())
+        query = Content({"kind": "query"})
+        ids = self.grid.push([Letter(node.id, "query", query, "hello", self.rules.timeout) for node in new])
+        for node, letter in zip(new, ids, strict=True):
+            if letter is not None:  # else it is asked the next time
+                self._met[node] = math.inf
+                self._asked[letter] = node
+        for answer in self.grid.pull([*self._asked, *self._late]):
+            late = self._late.pop(answer.to, None)
+            if late is not None:
+                log.info("%s is back: it has answered an earlier round, too late to count", late)
+                self.audit.write("back", site=late)
+            if answer.to in self._asked:
+                self._greet(self._asked.pop(answer.to), answer.content, answer.error)
+
+    def _greet(self, node: Node, content: Content | None, error: str) -> None:
+        """Takes in what a node says of itself, or refuses it."""
+        name, answer = node.name or f"node {node.id}", answered(content, error)
+        if isinstance(answer, str):
+            log.warning("%s does not say who it is: %s", name, answer)
+            self.audit.write("failed", site=name, why=answer)
+            self._met[node] = self.clock.now() + ASK_AGAIN
+            return
+        try:
+            said = introduction(answer.words)
+            self._check(node, said)
+        except RefusedError as refused:
+            log.warning("%s is not admitted: %s", name, refused)
+            self.audit.write("refused", site=name, why=str(refused))
+            return
+        client = said.client
+        self.there[client.name] = Present(node, said)
+        log.info(
+            "%s has joined: %d labelled, %d unlabelled, %d for validation",
+            *(client.name, client.labelled, client.unlabelled, said.validation),
+        )
+        self.audit.write(
+            "joined",
+            site=client.name,
+            **{"labelled": client.labelled, "unlabelled": client.unlabelled, "validation": said.validation},
+            versions=said.versions,
+        )
+
+    def _check(self, node: Node, said: Introduction) -> None:
+        """Refuses a site that is not what it says, or that has agreed to something else."""
+        name = said.client.name
+        if node.name and node.name != name:
+            raise RefusedError(
+                f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}"
+            )
+        if name in self.there:
+            raise RefusedError(f"there is a site called {short(name)} already")
+        if said.agreed != self.agreed.hash:
+            raise RefusedError(
+                f"its federation's file is another one ({said.agreed} in place of {self.agreed.hash}): "
+                "send it the coordinator's"
+            )
+
+    def _leaves(self, name: str, why: str) -> None:
+        del self.there[name]
+        self._late = {letter: site for letter, site in self._late.items() if site != name}
+        log.info("%s has left: %s", name, why)
+        self.audit.write("left", site=name, why=why)
+
+    def _state(self, wanted: int) -> str:
+        late = sorted(set(self._late.values()))
+        words = [f"{len(self.free)} of at least {wanted} are there ({', '.join(self.free) or 'none'})"]
+        words += [f"{len(self._asked)} have not said who they are"] if self._asked else []
+        words += [f"still busy with an earlier round: {', '.join(late)}"] if late else []
+        return "; ".join(words)
+
+    def _too_few(self, wanted: int) -> None:
         raise UserError(
-            f"{path} cannot be read as the record of admitted sites ({error or 'wrong format'})"
-        ) from error
-    for site in found:
-        checked_name(site.name)
-        checked_public_key(site.key, f"{path}: the key of {site.name}")
-    return {site.name: site for site in sorted(found)}
+            f"after {self.rules.wait:.0f} s too few sites: {self._state(wanted)}; start the missing "
+            "nodes, or lower rules.minimum_sites, and resume"
+        )
+
+    def ask(self, kind: str, contents: Mapping[str, Content], group: str) -> Answers:
+        """What sites answer, within the time that they have; one that does not is late, and says so."""
+        names = [name for name in contents if name in self.there]
+        answers: Answers = {name: "it has left" for name in contents if name not in self.there}
+        letters = [
+            Letter(self.there[name].node.id, kind, contents[name], group, self.rules.timeout + LIFETIME)
+            for name in names
+        ]
+        waiting: dict[str, str] = {}
+        for name, letter in zip(names, self.grid.push(letters), strict=True):
+            if letter is None:
+                answers[name] = "the message could not be sent to it"
+            else:
+                waiting[letter] = name
+        deadline = self.clock.now() + self.rules.timeout
+        while waiting:
+            for answer in self.grid.pull(list(waiting)):
+                name = waiting.pop(answer.to)
+                answers[name] = answered(answer.content, answer.error)
+            if waiting and self.clock.now() > deadline:
+                self._late |= waiting
+                late = f"it did not answer within {self.rules.timeout:g} s (rules.timeout)"
+                answers |= dict.fromkeys(waiting.values(), late)
+                break
+            if waiting:
+                self.clock.pause(POLL)
+        return {name: answers[name] for name in contents}
 
 
-def admit_site(folder: Path, name: str, key: str) -> bool:
-    """Adds a site; False if it is admitted with this key already. Neither names nor keys occur twice."""
-    checked_name(name)
-    with locked(folder):
-        sites = admitted(folder)
-        if name in sites and sites[name].key == key:
-            return False
-        if name in sites:
-            known = fingerprint(sites[name].key)
-            raise UserError(f"{name} is admitted with another key ({known}): expel it first")
-        for other in sites.values():
-            require(other.key != key, f"{other.name} is admitted with this key: each site has its own")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(folder, {**sites, name: AdmittedSite(name, key, now)})
-    return True
-
-
-def expel_site(folder: Path, name: str) -> AdmittedSite:
-    """Takes a site out; returns what was known of it."""
-    with locked(folder):
-        sites = admitted(folder)
-        hint = nearest(name, sites) or (f" (admitted are {', '.join(sites)})" if sites else "")
-        require(name in sites, f"no site {name!r} is admitted{hint}")
-        _write(folder, {other: site for other, site in sites.items() if other != name})
-    return sites[name]
-
-
-def _write(folder: Path, sites: Mapping[str, AdmittedSite]) -> None:
-    tables = {name: {"key": sites[name].key, "since": sites[name].since} for name in sorted(sites)}
-    text = tomli_w.dumps({"format": FORMAT, "sites": tables})
-    write_text(FederationFolder(folder).sites, HEADER + text)
+def answered(content: Content | None, error: str) -> Content | str:
+    """An answer, or what went wrong, if need be in the site's own words."""
+    if content is None:
+        return error
+    said = content.words.get("error")
+    return content if said is None else short(said)[1:-1]

@@ -1,0 +1,55 @@
+"""The audit log of a federation: who joined, left, failed and contributed to which round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Audit:
+    """A file with a line of JSON for each event; nothing in it is ever changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a line that a crash cut off
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+
+    def write(self, event: str, **about: Any) -> None:
+        """Adds an event; the line is on the disk before the run goes on."""
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n")
+
+    def read(self) -> list[Event]:
+        """All events; a last line that was cut off by a crash does not count."""
+        if not self.path.exists():
+            return []
+        return list(whole_lines(self.path.read_text("utf-8", errors="replace").splitlines(keepends=True)))
+
+    def contributions(self, t: int) -> dict[str, int]:
+        """Of each site the last round up to t that its update was merged in."""
+        merged: dict[int, list[str]] = {}
+        for event in self.read():
+            if event["event"] in ("begun", "resumed"):  # what came after that round was done again
+                merged = {n: names for n, names in merged.items() if n <= event["round"]}
+            if event["event"] == "round":
+                merged[event["round"]] = event["contributed"]
+        return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
+
+
+def whole_lines(lines: Iterable[str]) -> Iterator[Event]:
+    """The events of lines that are whole."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and isinstance(event, dict) and "event" in event:
+            yield event

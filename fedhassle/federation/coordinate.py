@@ -1,0 +1,165 @@
+"""The server's side of a run: from the federation's file to a finished run folder, round by round."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from fedhassle.arrays import read_arrays, write_arrays
+from fedhassle.build import build_method, build_net
+from fedhassle.data.partition import Split
+from fedhassle.data.views import make_views
+from fedhassle.errors import UserError, require
+from fedhassle.evaluate import accuracy
+from fedhassle.federation.audit import Audit
+from fedhassle.federation.grid import Grid
+from fedhassle.federation.messages import Introduction, to_json
+from fedhassle.federation.server import FlowerFederation
+from fedhassle.federation.sites import Clock, Sites
+from fedhassle.federation.terms import Terms, described, recorded_settings, run_settings, settled
+from fedhassle.files import locked, write_text
+from fedhassle.launch import Run, about_model, carry_on, logging_to
+from fedhassle.memory import Memory
+from fedhassle.requested import parsed
+from fedhassle.runs import Folder, Scores, Step
+from fedhassle.vectors import Arrays
+
+log = logging.getLogger("fedhassle")
+
+PATIENCE = 30.0  # seconds that nodes have at the start to say who they are, though there are enough
+Images = tuple[np.ndarray, np.ndarray]
+
+
+def coordinate(
+    grid: Grid, terms: Terms, path: Path, test: Images | None = None, clock: Clock | None = None
+) -> Iterator[Step]:
+    """Trains with the sites that are there; a folder that holds a run that was cut goes on with it."""
+    folder = Folder(path)
+    path.mkdir(parents=True, exist_ok=True)
+    require(not folder.summary.exists(), f"{path} holds a finished run: choose another folder")
+    with locked(path), logging_to(folder.log, alone=True):
+        audit = Audit(folder.audit)
+        try:
+            uid = identity(audit, terms)
+            sites = Sites(grid, terms.agreed, terms.rules, audit, clock)
+            there = sites.gather(terms.rules.minimum_sites, min(PATIENCE, terms.rules.wait))
+            run = prepared(folder, terms, len(there))
+            federation = FlowerFederation(sites, plan(uid, run), Memory(folder.memory))
+            judge = Judge(run, federation, test)
+            require_judges(there, test)
+            for step in carry_on(run, federation, judge, about(terms, run, there)):
+                audit.write("done", round=step.t, clients=[client.name for client in step.clients])
+                yield step
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            audit.write("stopped", why=str(error) or type(error).__name__)
+            raise
+        audit.write("finished")
+
+
+def identity(audit: Audit, terms: Terms) -> str:
+    """The name under which sites keep what they keep for this run; the first line of its audit log."""
+    for event in audit.read():
+        if event["event"] == "created":
+            require(
+                event["agreed"] == terms.agreed.hash,
+                "the federation's data has changed since this run began: begin another one",
+            )
+            return str(event["run"])
+    uid = uuid.uuid4().hex
+    audit.write("created", run=uid, federation=terms.name, agreed=terms.agreed.hash)
+    return uid
+
+
+def prepared(folder: Folder, terms: Terms, sites: int) -> Run:
+    """The run that the terms ask for, or the one that the folder holds; its settings are written down."""
+    if folder.config.exists():
+        settings = recorded_settings(parsed(folder.config.read_text("utf-8"), str(folder.config)))
+    else:
+        settings = run_settings(terms)
+    dataset = described(terms)
+    of_run = {"rounds": settings.rounds, "share": min(1.0, settings.clients_per_round / sites)}
+    name, values = settings.method.name, settings.method.settings
+    method = build_method(name, values, build_net(settings, dataset), of_run)
+    require(not method.pooled, f"method {name!r} needs all data in one place: it is no federation's")
+    settings = settled(settings, method)
+    tables = settings.as_toml()
+    tables.pop("split")  # who holds what is not the server's to say
+    write_text(folder.config, tomli_w.dumps(tables))
+    return Run(folder, settings, dataset, Split((), ()), method)
+
+
+def plan(uid: str, run: Run) -> dict[str, Any]:
+    """What every message says of the run, so that a site needs to remember nothing."""
+    settings = run.settings
+    net = settings.net or run.dataset.net
+    return {"run": uid, "method": settings.method.model_dump(), "net": net, "seed": settings.seed}
+
+
+def about(terms: Terms, run: Run, there: dict[str, Introduction]) -> dict[str, Any]:
+    """What a summary says of a federation."""
+    words = to_json({"agreed": terms.agreed.hash, **plan("", run), "seed": 0, "rounds": run.settings.rounds})
+    sites = {
+        name: {"labelled": said.client.labelled, "unlabelled": said.client.unlabelled}
+        for name, said in there.items()
+    }
+    return {"settings_hash": hashlib.sha256(words.encode()).hexdigest()[:16], "sites": sites}
+
+
+def require_judges(there: dict[str, Introduction], test: Images | None) -> None:
+    """Refuses a run of which nobody could say how good it is."""
+    able = test is not None or any(said.validation for said in there.values())
+    require(
+        able,
+        "no site has labelled images for validation, and there is no test set at the server: nobody could "
+        "say how good the model is (set data.validation, or give a test set)",
+    )
+
+
+class Judge:
+    """Says how good a state is, and keeps the model of the best one."""
+
+    def __init__(self, run: Run, federation: FlowerFederation, test: Images | None) -> None:
+        self.run, self.federation, self.test = run, federation, test
+        self.best = best_so_far(run.folder)
+
+    def __call__(self, state: Arrays, t: int) -> Scores | None:
+        """Accuracy on the sites' validation images; if there are test images at the server, on these too."""
+        scores, run = self.federation.evaluate(self.run.method, state, t), self.run
+        if self.test is not None:
+            tested = self._tested(state)
+            scores = Scores(tested) if scores is None else scores
+            scores = Scores(scores.accuracy, {**scores.more, "test": tested})
+        if scores is None:
+            return None
+        score = scores.accuracy[run.method.headline]
+        if score > self.best:
+            self.best = score
+            words = about_model(run) | {"round": t, "validation": scores.accuracy}
+            write_arrays(run.folder.best, run.method.model(state), words)
+        return scores
+
+    def _tested(self, state: Arrays) -> dict[str, float]:
+        assert self.test is not None
+        data = self.run.dataset
+        views = make_views(data.mean, data.std, False, 0, torch.device("cpu"))
+        x, y = (torch.from_numpy(array) for array in self.test)
+        return accuracy(self.run.method, state, x, y, views)
+
+
+def best_so_far(folder: Folder) -> float:
+    """The best score of a run that was cut; below any where there is none."""
+    try:
+        _, words = read_arrays(folder.best)
+        return float(words["validation"][words["headline"]])
+    except (UserError, KeyError, TypeError):
+        return -1.0

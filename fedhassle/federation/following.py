@@ -1,0 +1,55 @@
+"""A run that goes on in another process, as its folder tells it: what a live view needs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+from fedhassle.errors import UserError
+from fedhassle.federation.audit import Audit
+from fedhassle.method import Client
+from fedhassle.runs import Folder, Metrics, Step
+
+LOOK = 0.3  # seconds between two looks into the folder
+CHECK = 10.0  # seconds of silence after which is asked whether the run is still there
+
+
+def followed(
+    folder: Folder, seen: int, alive: Callable[[], bool], pause: Callable[[float], None] = time.sleep
+) -> Iterator[Step]:
+    """The rounds of a run as they end, until it is finished; an error if it stops.
+
+    `seen`: the lines of its audit log before it was started or taken up. `alive` says whether it is still
+    there: a program that is killed leaves no word.
+    """
+    audit, silence = Audit(folder.audit), 0.0
+    known: dict[str, Client] = {}
+    while True:
+        events = audit.read()
+        for i, event in enumerate(events):
+            if event["event"] == "joined":
+                known[event["site"]] = Client(event["site"], event["labelled"], event["unlabelled"])
+            if i < seen:
+                continue
+            if event["event"] == "done":
+                clients = tuple(known[name] for name in event["clients"])
+                yield Step(event["round"], clients, metrics_of(folder, event["round"]))
+            if event["event"] == "stopped":
+                raise UserError(f"the run has stopped: {event['why']}")
+            if event["event"] == "finished":
+                return
+        silence = 0.0 if len(events) > seen else silence + LOOK
+        seen = max(seen, len(events))
+        if silence > CHECK:
+            silence = 0.0
+            if not alive() and len(audit.read()) == seen:
+                raise UserError(f"the run has ended without a word; {folder.path} can be taken up again")
+        pause(LOOK)
+
+
+def metrics_of(folder: Folder, t: int) -> Metrics | None:
+    """The line of metrics of a round, if it was evaluated."""
+    lines = folder.metrics.read_text("utf-8").splitlines() if folder.metrics.exists() else []
+    found: list[Metrics] = [json.loads(line) for line in lines]
+    return next((metrics for metrics in found if metrics["round"] == t), None)

@@ -1,0 +1,247 @@
+"""SuperLink, SuperNodes and Flower's commands as processes of ours: started, waited for, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from fedhassle.errors import UserError
+from fedhassle.files import write_text
+
+CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
+READY = 90.0  # seconds that a SuperLink has to come up
+GRACE = 10.0  # seconds that a process has to end by itself
+
+
+class Tls(NamedTuple):
+    """The files of a SuperLink's TLS."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+def environment(home: Path) -> dict[str, str]:
+    """That of Flower's processes: a home of our own, nothing sent to its makers, its programs found.
+
+    Its programs start each other by name; an environment that is not activated has them beside Python.
+    """
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "FLWR_HOME": str(home.resolve()),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def beside(name: str) -> str:
+    """A program of the environment that this Python is of, whether that is activated or not."""
+    return str(Path(sys.executable).parent / name)
+
+
+@contextmanager
+def running(command: Sequence[str], home: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a log of its own, ended with all its children however the block ends."""
+    home.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            list(command),
+            env=environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, so that its children can be ended with it
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
+    """Ends a process, then what is left of those below it: by request, then by force."""
+    below = children(process.pid)
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for force in (signal.SIGTERM, signal.SIGKILL):
+        for pid in filter(is_alive, below):
+            with suppress(ProcessLookupError):
+                os.kill(pid, force)
+        deadline = time.monotonic() + grace
+        while any(map(is_alive, below)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """The processes below a process, the nearest first; none where the system does not tell."""
+    try:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        near = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return near + [far for child in near for far in children(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be buried."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def superlink_command(tls: Tls, port: int, database: Path, host: str = "127.0.0.1") -> list[str]:
+    """A SuperLink with TLS, that admits registered keys alone and installs nothing."""
+    return [
+        *(sys.executable, "-m", "fedhassle.federation.superlink"),
+        *("--host", host, "--port", str(port), "--database", str(database)),
+        *("--ssl-ca-certfile", str(tls.ca), "--ssl-certfile", str(tls.certificate)),
+        *("--ssl-keyfile", str(tls.key)),
+        *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
+    ]
+
+
+def supernode_command(
+    address: str, ca: Path, key: Path, port: int, config: Mapping[str, str | int]
+) -> list[str]:
+    """A SuperNode for a SuperLink's address; `port` is its own, seen by its worker alone."""
+    words = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+    return [
+        *(sys.executable, "-m", "fedhassle.federation.supernode"),
+        *("--superlink", address, "--root-certificates", str(ca), "--auth-supernode-private-key", str(key)),
+        *("--host", "127.0.0.1", "--port", str(port), "--node-config", words),
+    ]
+
+
+def connect(home: Path, address: str, ca: Path) -> None:
+    """Writes where the SuperLink is, for Flower's commands."""
+    table = {"address": address, "root-certificates": str(ca.resolve())}
+    write_text(home / "config.toml", tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: table}}))
+
+
+def flwr(home: Path, *words: str, timeout: float = 120.0) -> dict[str, Any]:
+    """One of Flower's commands; its answer, or an error with what it said."""
+    command = [beside("flwr"), *words, "--format", "json"]
+    try:
+        done = subprocess.run(
+            command, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"flwr {words[0]} did not work: {error}") from error
+    answer = json_in(done.stdout)
+    if not answer.get("success"):
+        said = answer.get("error-message") or (done.stdout + done.stderr).strip()[-500:]
+        raise UserError(f"flwr {' '.join(words[:2])} did not work: {said}")
+    return answer
+
+
+def json_in(text: str) -> dict[str, Any]:
+    """The JSON object that an output ends in; none if there is none."""
+    for start in (i for i, character in enumerate(text) if character == "{"):
+        try:
+            found = json.loads(text[start:])
+        except ValueError:
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, seconds: float = READY) -> None:
+    """Waits until a SuperLink answers; its exit status says nothing, so its answer is read."""
+
+    def ready() -> bool:
+        try:
+            return bool(flwr(home, "supernode", "list", CONNECTION).get("success"))
+        except UserError:
+            return False
+
+    wait_for(ready, process, log, seconds, "the SuperLink")
+
+
+def wait_for(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, seconds: float, what: str
+) -> None:
+    """Waits for something that a process is to bring about; its end, or the time's, is an error."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if process.poll() is not None:
+            raise UserError(f"{what} has ended (exit code {process.returncode}): {last_lines(log)}")
+        if time.monotonic() > deadline:
+            raise UserError(f"{what} is not ready after {seconds:.0f} s: {last_lines(log)}")
+        time.sleep(0.2)
+
+
+def last_lines(log: Path, count: int = 5) -> str:
+    """The end of a log."""
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+    return " | ".join(line.strip() for line in lines[-count:] if line.strip())
+
+
+def register(home: Path, key: Path, name: str) -> str:
+    """Admits a site's public key under a name; returns the number of its node."""
+    return str(flwr(home, "supernode", "register", str(key), CONNECTION, "--name", name)["node-id"])
+
+
+def submit(home: Path, file: Path, folder: Path, test: Path | None = None) -> str:
+    """Starts a run by the federation's file in a folder, both on the SuperLink's machine; its number."""
+    config = {"file": str(file.resolve()), "folder": str(folder.resolve())}
+    config["test"] = str(test.resolve()) if test else ""
+    path = home / "run.toml"
+    write_text(path, tomli_w.dumps(config))
+    app = write_app(home / "app")
+    return str(flwr(home, "run", str(app), CONNECTION, "--run-config", str(path))["run-id"])
+
+
+def status(home: Path, run: str) -> str:
+    """How a run is doing: pending, starting, running, finished:completed, finished:failed or other ends."""
+    (found,) = flwr(home, "list", CONNECTION, "--run-id", run)["runs"]
+    return str(found["status"])
+
+
+def stop(home: Path, run: str) -> None:
+    """Stops a run."""
+    flwr(home, "stop", run, CONNECTION)
+
+
+APP_TOML = {
+    "project": {"name": "fedhassle-federation", "version": "1.0.0", "description": "", "license": "MIT"},
+    "tool": {
+        "flwr": {
+            "app": {
+                "publisher": "fedhassle",
+                "components": {"serverapp": "at_server:app", "clientapp": "at_site:app"},
+                "config": {"file": "", "folder": "", "test": ""},
+            }
+        }
+    },
+}
+MODULES = {"at_server": "serverapp", "at_site": "clientapp"}
+
+
+def write_app(folder: Path) -> Path:
+    """The app that Flower is given: two lines that name what is installed here anyway."""
+    write_text(folder / "pyproject.toml", tomli_w.dumps(APP_TOML))
+    for name, module in MODULES.items():
+        lines = f"from fedhassle.federation.{module} import app as _app\n\napp = _app\n"
+        write_text(folder / f"{name}.py", lines)
+    return folder

@@ -1,0 +1,320 @@
+"""The parts of a federation, each by itself: messages, the audit log, validation shares, doors, processes."""
+
+import asyncio
+import inspect
+import json
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedhassle.errors import UserError
+from fedhassle.federation import pace, processes
+from fedhassle.federation.audit import Audit
+from fedhassle.federation.grid import from_records, to_records
+from fedhassle.federation.messages import (
+    Content,
+    RefusedError,
+    coarse,
+    from_json,
+    packed,
+    read_hits,
+    unpacked,
+)
+from fedhassle.federation.node import parted
+from fedhassle.federation.superlink import Doors
+
+NAN, INFINITE = float("nan"), float("inf")
+FLOATS = st.floats(width=32)
+
+
+# Messages
+
+
+@given(st.dictionaries(st.text(max_size=5), st.lists(FLOATS, max_size=8), max_size=3))
+def test_vectors_arrive_as_they_were_sent_bit_for_bit(values):
+    vectors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+    there = from_records(to_records(Content({"n": 1}, packed(vectors, {}))))
+    arrived = unpacked(there.arrays, {})
+    assert there.words == {"n": 1} and list(arrived) == list(vectors)  # in their order, too
+    for name, vector in vectors.items():
+        assert torch.equal(arrived[name].view(torch.int32), vector.view(torch.int32))
+
+
+@given(st.lists(st.tuples(FLOATS, st.none() | FLOATS), max_size=20))
+def test_changes_arrive_as_what_they_change_into(pairs):
+    """An entry is (before, after), after = None where it stays; NaN is sent again: nothing equals it."""
+    before = torch.tensor([b for b, _ in pairs], dtype=torch.float32)
+    after = torch.tensor([b if a is None else a for b, a in pairs], dtype=torch.float32)
+    made = packed({"w": after}, {"w": before})
+    arrived = unpacked(made, {"w": before})["w"]
+    assert torch.equal(arrived.nan_to_num(7), after.nan_to_num(7))
+    differ = int((before != after).sum())
+    assert ("index w" in made) == (2 * differ < len(pairs))
+    assert sum(len(part) for part in made.values()) <= len(pairs)
+
+
+def test_a_vector_of_another_length_is_sent_whole():
+    assert list(packed({"w": torch.ones(3)}, {"w": torch.ones(4)})) == ["whole w"]
+
+
+def test_what_arrives_can_be_written_to_without_changing_what_was_sent():
+    vector = torch.ones(3)
+    arrived = unpacked(packed({"w": vector}, {}), {})["w"]
+    arrived.add_(1)
+    assert vector.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        RecordDict(),
+        RecordDict({"words": ConfigRecord({"words": "{}"})}),
+        RecordDict({"words": ConfigRecord({"words": "{}"}), "arrays": ArrayRecord([np.ones(3)])}),
+        RecordDict({"words": ConfigRecord({"words": 3}), "arrays": ConfigRecord({"arrays": b""})}),
+        RecordDict(
+            {"words": ConfigRecord({"words": "{}"}), "arrays": ConfigRecord({"arrays": b"\x80\x04K."})}
+        ),
+        RecordDict({"words": ConfigRecord({"words": "[]"}), "arrays": ConfigRecord({"arrays": b""})}),
+    ],
+)
+def test_records_of_another_make_are_refused(records):
+    with pytest.raises(RefusedError):
+        from_records(records)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": NaN}', '{"a": -Infinity}', "[" * 100_000])
+def test_words_that_are_no_object_of_json_are_refused(text):
+    with pytest.raises(RefusedError):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"right": {}, "count": 3},
+        {"right": {"model": 4}, "count": 3},
+        {"right": {"model": -1}, "count": 3},
+        {"right": {"model": 0}, "count": 0},
+        {"right": {"model": 0.5}, "count": 3},
+        {"right": [1], "count": 3},
+    ],
+)
+def test_hits_that_cannot_be_are_refused(words):
+    with pytest.raises(RefusedError):
+        read_hits(words)
+
+
+def test_counts_in_powers_of_two():
+    assert [coarse(n) for n in (0, 1, 2, 3, 5, 6, 100, 1000)] == [0, 1, 2, 4, 4, 8, 128, 1024]
+
+
+# The audit log
+
+
+def test_the_audit_log_knows_the_last_round_of_each_site(tmp_path):
+    audit = Audit(tmp_path / "audit.jsonl")
+    for t, names in ((1, ["a", "b"]), (2, ["b"]), (3, ["a"])):
+        audit.write("round", round=t, contributed=names, failed=[])
+    assert audit.contributions(3) == {"a": 3, "b": 2}
+    assert audit.contributions(2) == {"a": 1, "b": 2}
+    audit.write("resumed", round=1)
+    assert audit.contributions(9) == {"a": 1, "b": 1}
+    audit.write("round", round=2, contributed=["a"], failed=["b"])
+    assert audit.contributions(9) == {"a": 2, "b": 1}
+
+
+def test_a_line_of_the_audit_log_that_was_cut_off_harms_no_other(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    Audit(path).write("round", round=1, contributed=["a"], failed=[])
+    path.write_text(path.read_text() + '{"event": "rou')
+    Audit(path).write("round", round=2, contributed=["b"], failed=[])
+    assert [event["round"] for event in Audit(path).read()] == [1, 2]
+
+
+# Validation
+
+
+def images(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 255, (count, 4, 4, 1)).astype(np.uint8)
+
+
+def test_the_validation_share_is_about_its_share_and_apart_from_the_rest():
+    x, y = images(2000), np.arange(2000) % 5 - 1  # a fifth is unlabelled
+    parts = parted(x, y, 0.1)
+    assert 120 < len(parts.validation) < 200  # 160 of 1600 labelled: three standard deviations are 36
+    assert sorted(np.concatenate(parts)) == list(range(2000))
+    assert (y[parts.unlabelled] == -1).all() and (y[parts.validation] >= 0).all()
+
+
+def test_an_image_for_validation_stays_so_when_others_are_added_or_sorted():
+    x, y = images(300), np.zeros(300, np.int64)
+    chosen = {x[row].tobytes() for row in parted(x, y, 0.2).validation}
+    more = np.concatenate([images(200, seed=1), x[::-1]])
+    then = {more[row].tobytes() for row in parted(more, np.zeros(500, np.int64), 0.2).validation}
+    assert chosen <= then
+
+
+def test_equal_images_are_on_one_side():
+    x = np.repeat(images(50), 3, axis=0)
+    parts = parted(x, np.zeros(150, np.int64), 0.3)
+    assert not {x[r].tobytes() for r in parts.validation} & {x[r].tobytes() for r in parts.labelled}
+
+
+@pytest.mark.parametrize(("count", "held"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_few_labels_keep_one_for_validation_and_one_to_train_on(count, held):
+    for seed in range(20):
+        parts = parted(images(count, seed), np.zeros(count, np.int64), 0.001)
+        assert (len(parts.validation), len(parts.labelled)) == (held, count - held)
+
+
+def test_without_a_share_nothing_is_kept():
+    assert not len(parted(images(50), np.zeros(50, np.int64), 0.0).validation)
+
+
+# Flower's waits
+
+
+def test_what_is_replaced_in_flower_is_there():
+    """A version of Flower that has changed here has to be looked at anew."""
+    for name in (pace.AT_NODE, pace.AT_SERVER):
+        backoff = inspect.signature(import_module(name).pull_objects).parameters
+        assert {"initial_backoff", "backoff_cap"} <= backoff.keys()
+    assert import_module(pace.AT_NODE).time is time
+    source = inspect.getsource(import_module(pace.AT_NODE))
+    assert source.count("time.sleep(3)") == 1 and source.count("time.sleep(0.5)") == 2
+
+
+def refusing(code):
+    response = httpx.Response(400, text=json.dumps({"code": code, "detail": "no"}))
+    return httpx.HTTPStatusError("no", request=httpx.Request("POST", "https://x"), response=response)
+
+
+def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_gone(monkeypatch):
+    now, tries = [0.0], []
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def activate(client, request):
+        tries.append(request)
+        if now[0] < 60:
+            raise refusing(pace.NOT_LET_IN)
+        return "in"
+
+    assert pace.persistent(activate)("client", "request") == "in" and len(tries) == 21
+    with pytest.raises(httpx.HTTPStatusError):  # for ever it does not knock
+        pace.persistent(lambda: (_ for _ in ()).throw(refusing(pace.NOT_LET_IN)))()
+    assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
+    with pytest.raises(httpx.HTTPStatusError):  # nor where another reason is given
+        pace.persistent(lambda: (_ for _ in ()).throw(refusing(2001)))()
+    assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
+
+
+def test_naps_grow_with_the_time_that_was_waited(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    naps = pace.Pace(fastest=0.1, slowest=3.0)
+    seen = []
+    for now[0] in (0.0, 10.0, 1000.0):
+        seen.append(naps.nap())
+    assert seen == [0.1, 0.5, 3.0]
+    naps.reset()
+    assert naps.nap() == 0.1
+
+
+# The SuperLink's doors
+
+
+def through_the_doors(path, client, server="10.0.0.1"):
+    """The status of a request."""
+    passed, sent = [], []
+
+    async def inside(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "client": client and (client, 1), "server": (server, 2)}
+    asyncio.run(Doors(inside)(scope, None, send))
+    return 200 if passed else sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/v1/fleet"]
+)
+def test_the_coordinators_door_opens_to_this_machine_alone(path):
+    assert through_the_doors(path, "127.0.0.1") == through_the_doors(path, "::1") == 200
+    assert through_the_doors(path, "10.0.0.1") == 200  # the machine by its own address
+    for stranger in ("10.0.0.2", "fe80::1", "unix", None):
+        assert through_the_doors(path, stranger) == 403
+
+
+def test_the_sites_door_opens_to_all():
+    assert through_the_doors("/v1/fleet/pull-messages", "10.0.0.2") == 200
+
+
+# Processes
+
+
+def test_the_answer_of_a_command_is_found_behind_its_chatter():
+    assert processes.json_in('Loading… {not json}\n{"success": true, "runs": [{"a": 1}]}\n') == {
+        "success": True,
+        "runs": [{"a": 1}],
+    }
+    assert processes.json_in("nothing here") == {}
+
+
+def test_a_command_that_fails_says_what_it_said(tmp_path):
+    with pytest.raises(UserError, match="flwr supernode list did not work"):
+        processes.flwr(tmp_path, "supernode", "list", "nowhere")
+
+
+def test_a_process_is_ended_with_its_children(tmp_path):
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])"
+    script = f"import subprocess, sys, time; {child}; "
+    script += "print('on', flush=True); time.sleep(99)"
+    log = tmp_path / "log.txt"
+    with processes.running([sys.executable, "-c", script], tmp_path, log) as process:
+        processes.wait_for(lambda: "on" in log.read_text(), process, log, 60, "it")
+        (child,) = processes.children(process.pid)
+        assert processes.is_alive(child)
+    assert process.poll() is not None and not processes.is_alive(child)
+
+
+def test_a_process_that_ends_too_soon_is_an_error_with_its_last_words(tmp_path):
+    log = tmp_path / "log.txt"
+    with (
+        processes.running([sys.executable, "-c", "raise SystemExit('no key')"], tmp_path, log) as process,
+        pytest.raises(UserError, match=r"it has ended \(exit code 1\): no key"),
+    ):
+        processes.wait_for(lambda: False, process, log, 60, "it")
+
+
+def test_the_app_is_two_lines_that_flower_can_build(tmp_path):
+    app = processes.write_app(tmp_path / "app")
+    built = subprocess.run(
+        [processes.beside("flwr"), "build", "--app", str(app)],
+        cwd=tmp_path,
+        env=processes.environment(tmp_path / "home"),
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert [path.suffix for path in tmp_path.rglob("*.fab")] == [".fab"]
+
+
+def test_flowers_processes_send_nothing_to_its_makers(tmp_path):
+    made = processes.environment(tmp_path)
+    assert (made["FLWR_TELEMETRY_ENABLED"], made["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert made["FLWR_HOME"] == str(tmp_path) and json.dumps(made)

@@ -1,0 +1,207 @@
+"""A federation's run on disk: its folder, its best round, its end, and its going on after a cut."""
+
+import json
+
+import numpy as np
+import pytest
+import small
+from federations import FEW, FakeGrid, Flying, held, site, terms
+from small import metrics_of, same, summary_of, tensors_of
+
+import fedhassle
+from fedhassle.data.partition import Split
+from fedhassle.errors import UserError
+from fedhassle.federation.coordinate import coordinate
+from fedhassle.federation.following import followed
+from fedhassle.runs import Folder
+
+RUN = """
+        rounds = 4
+        evaluate_every = 2
+        method = {name = "rscfed", batch = 8, epochs = 1, partial = "mixed"}
+"""
+ALL = Split(small.SPLIT.labelled[:4], small.SPLIT.unlabelled[:4])
+
+
+def network(folder, agreed, split=FEW):
+    nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
+    return FakeGrid({k: node.answer for k, node in nodes.items()})
+
+
+def carried_out(folder, agreed, grid, test=None):
+    return list(coordinate(grid, agreed, folder, test, Flying().clock))
+
+
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def agreed():
+    return terms(validation=0.3, run=RUN)
+
+
+def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp_path):
+    steps = carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+    assert [step.t for step in steps] == [1, 2, 3, 4]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "best.safetensors"),
+        *("curves.png", "log.txt", "audit.jsonl", "checkpoints"),
+    }
+    for line in metrics_of(tmp_path / "run"):
+        sites = line["sites"].values()
+        total = sum(s["count"] for s in sites)
+        together = sum(s["accuracy"]["model"] * s["count"] for s in sites) / total
+        assert line["accuracy"]["model"] == pytest.approx(together) and len(line["sites"]) == 3
+    told = [event["event"] for event in events_of(tmp_path / "run")]
+    assert told == [
+        *("created", "joined", "joined", "joined", "begun"),
+        *("round", "done", "round", "evaluated", "done"),
+        *("round", "done", "round", "evaluated", "done", "finished"),
+    ]
+    summary = summary_of(tmp_path / "run")
+    assert summary["data"] == "small" and summary["rounds"] == 4
+    assert set(summary["sites"]) == {"client 1", "client 2", "client 3"}
+    loaded = fedhassle.load(tmp_path / "run" / "model.safetensors", allow_import=True)
+    assert loaded.predict(small.dataset().x_test[:3]).classes.shape == (3,)
+
+
+def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
+    """What an onlooker sees is what the run itself sees; one that began later sees what is new."""
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    first = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    expected = [next(first), next(first)]
+    first.close()
+    seen = len(events_of(folder.path))
+    second = coordinate(grid, agreed, folder.path, None, Flying().clock)
+
+    def meanwhile(seconds):
+        expected.extend([step] if (step := next(second, None)) else [])
+
+    watched = list(followed(folder, 0, lambda: True, meanwhile))
+    assert watched == expected and [step.t for step in watched] == [1, 2, 3, 4]
+    assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
+
+
+def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    steps = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    next(steps)
+    steps.close()
+    with pytest.raises(UserError, match="ended without a word"):
+        list(followed(folder, 0, lambda: False, lambda seconds: None))
+    grid.gone = set(grid.sites)
+    seen = len(events_of(folder.path))
+    with pytest.raises(UserError):
+        carried_out(folder.path, agreed, grid)
+    with pytest.raises(UserError, match="the run has stopped: after 120 s too few sites"):
+        list(followed(folder, seen, lambda: True))
+
+
+def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
+    grid = network(tmp_path / "sites", agreed)
+    for name in grid.sites:  # of 4 evaluations the second finds the most
+        scores = iter([1, 3, 2, 3])
+        grid.behaviour[name, "evaluate"] = lambda answer, content, scores=scores: made(next(scores))
+
+    from fedhassle.federation.messages import Content
+
+    def made(right):
+        return Content({"right": {"model": right}, "count": 4})
+
+    every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
+    states = {}
+    for step in coordinate(grid, every, tmp_path / "run", None, Flying().clock):
+        states[step.t] = tensors_of(small.checkpoints(tmp_path / "run")[-1])
+    best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
+    assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.75}
+    assert same(tensors_of(tmp_path / "run" / "best.safetensors"), states[2])
+    assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_run_that_was_cut_goes_on_and_ends_in_the_same_bits(rounds, agreed, tmp_path):
+    carried_out(tmp_path / "whole", agreed, network(tmp_path / "a", agreed, ALL))
+    grid = network(tmp_path / "b", agreed, ALL)
+    steps = coordinate(grid, agreed, tmp_path / "run", None, Flying().clock)
+    for _ in range(rounds):
+        next(steps)
+    steps.close()
+    # The sites were restarted meanwhile: what they keep lies on their disks.
+    carried_out(tmp_path / "run", agreed, network(tmp_path / "b", agreed, ALL))
+    for name in ("model.safetensors", "best.safetensors"):
+        assert same(tensors_of(tmp_path / "run" / name), tensors_of(tmp_path / "whole" / name))
+    mine, other = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "whole")
+    assert small.but_seconds(mine) == small.but_seconds(other)
+    runs = {event["run"] for event in events_of(tmp_path / "run") if event["event"] == "created"}
+    assert len(runs) == 1
+    if rounds >= 2:
+        assert [e["round"] for e in events_of(tmp_path / "run") if e["event"] == "resumed"] == [2]
+
+
+def test_a_run_that_stops_says_why_in_its_audit_log_and_can_go_on(agreed, tmp_path):
+    grid = network(tmp_path / "sites", agreed)
+    for name in ("client 2", "client 3"):
+        grid.behaviour[name, "train"] = lambda answer, content: "the disk is full"
+    with pytest.raises(UserError, match="client 2: the disk is full; client 3: the disk is full"):
+        carried_out(tmp_path / "run", agreed, grid)
+    last = events_of(tmp_path / "run")[-1]
+    assert last["event"] == "stopped" and "the disk is full" in last["why"]
+    grid.behaviour.clear()
+    assert len(carried_out(tmp_path / "run", agreed, grid)) == 4
+    with pytest.raises(UserError, match="holds a finished run"):
+        carried_out(tmp_path / "run", agreed, grid)
+
+
+def test_a_round_that_no_site_can_evaluate_is_left_out_but_saved(agreed, tmp_path, caplog):
+    grid = network(tmp_path / "sites", agreed)
+    calls = []
+
+    def first_in_vain(answer, content):
+        calls.append(content.words["round"])
+        return "busy" if content.words["round"] == 2 else answer(content)
+
+    for name in grid.sites:
+        grid.behaviour[name, "evaluate"] = first_in_vain
+    steps = carried_out(tmp_path / "run", agreed, grid)
+    assert [step.t for step in steps if step.metrics is not None] == [4]
+    assert [line["round"] for line in metrics_of(tmp_path / "run")] == [4]
+    assert {path.name for path in small.checkpoints(tmp_path / "run")} == {
+        "round-000002.safetensors",
+        "round-000004.safetensors",
+    }
+
+
+def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
+    data = small.dataset()
+    carried_out(
+        tmp_path / "run",
+        agreed,
+        network(tmp_path / "sites", agreed),
+        (data.x_test, np.asarray(data.y_test, np.int64)),
+    )
+    line, model = metrics_of(tmp_path / "run")[-1], tmp_path / "run" / "model.safetensors"
+    said = fedhassle.load(model, allow_import=True).predict(data.x_test).classes
+    assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
+
+
+def test_nobody_to_judge_is_an_error_at_once(tmp_path):
+    agreed = terms(run=RUN)
+    with pytest.raises(UserError, match="nobody could say how good the model is"):
+        carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+
+
+def test_a_method_that_pools_data_is_no_federations(tmp_path):
+    agreed = terms(validation=0.3, run='method = "central"')
+    with pytest.raises(UserError, match="method 'central' needs all data in one place"):
+        carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+
+
+def test_a_run_does_not_go_on_with_other_data(agreed, tmp_path):
+    steps = coordinate(network(tmp_path / "a", agreed), agreed, tmp_path / "run", None, Flying().clock)
+    next(steps)
+    steps.close()
+    other = terms(validation=0.2, run=RUN)
+    with pytest.raises(UserError, match="has changed since this run began"):
+        carried_out(tmp_path / "run", other, network(tmp_path / "b", other))
