@@ -47,7 +47,7 @@ def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {
         *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "best.safetensors"),
-        *("curves.png", "log.txt", "audit.jsonl", "checkpoints"),
+        *("curves.png", "log.txt", "audit.jsonl", "checkpoints", "model.md"),
     }
     for line in metrics_of(tmp_path / "run"):
         sites = line["sites"].values()
