@@ -27,6 +27,7 @@ from fedhassle.launch import Run
 from fedhassle.method import Client
 from fedhassle.report.groups import Group
 from fedhassle.runs import Metrics, Step
+from fedhassle.terminal import say
 from fedhassle.together import Event
 
 LABELS = {
@@ -77,7 +78,7 @@ def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None
     """A line for each evaluated round."""
     for step in steps:
         if step.metrics is not None:
-            console.print(plain_line(step, rounds, step.metrics), highlight=False, soft_wrap=True)
+            say(console, plain_line(step, rounds, step.metrics))
 
 
 def plain_line(step: Step, rounds: int, metrics: Metrics) -> str:
@@ -124,12 +125,12 @@ def follow_together(
                 show(progress, run.task, event.step, run.headline)
                 if not (console.is_terminal or ended) and event.step.metrics is not None:
                     line = plain_line(event.step, run.rounds, event.step.metrics)
-                    console.print(f"{run.name}  {line}", highlight=False, soft_wrap=True)
+                    say(console, f"{run.name}  {line}")
             else:
                 ends.append(event)
                 if ended is not None:
                     progress.remove_task(watched.pop(event.run).task)
-                    console.print(ended(event), highlight=False, soft_wrap=True)
+                    say(console, ended(event))
     return sorted(ends, key=lambda end: end.run)
 
 

@@ -41,6 +41,7 @@ from fedhassle.parallel import available_cores
 from fedhassle.provenance import hardware, versions
 from fedhassle.rounds import Plan
 from fedhassle.simulator import Simulator
+from fedhassle.terminal import say
 
 log = logging.getLogger("fedhassle")
 
@@ -127,7 +128,7 @@ def run(options: Options, console: Console, size: Size | None = None) -> dict[st
                 write_json(options.json, report)
     show(report, console)
     if options.json is not None:
-        console.print(f"figures  {options.json}", highlight=False, soft_wrap=True)
+        say(console, f"figures  {options.json}")
     return report
 
 
@@ -311,7 +312,7 @@ def teller(console: Console) -> Callable[[str], None]:
 
     def tell(what: str) -> None:
         seconds = time.perf_counter() - began
-        console.print(f"{seconds:5.0f} s  {what}", highlight=False, soft_wrap=True)
+        say(console, f"{seconds:5.0f} s  {what}")
 
     return tell
 
@@ -326,7 +327,7 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Takes a warning."""
         self.said.append(record.getMessage())
-        self.console.print(f"warning: {self.said[-1]}", highlight=False, soft_wrap=True, markup=False)
+        say(self.console, f"warning: {self.said[-1]}")
 
 
 @contextmanager
@@ -348,17 +349,16 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         f"{machine['threads']} threads" if machine["gpu"] is None else f"up to {engine['lanes']} lanes"
     )
     how = f"{engine['precision']}, {side_by_side}{', compiled' if engine['compile'] else ''}"
-    console.print(
+    say(
+        console,
         f"\n{machine['gpu'] or machine['cpu']}, torch {report['versions']['torch']}; "
         f"{settings['net']}, {how}; {size['images']:,} random images, {settings['clients']} clients, "
         f"{settings['clients_per_round']} a round, {size['epochs']} epochs, batch {size['batch']}",
-        highlight=False,
-        soft_wrap=True,
     )
     console.print(methods_table(report["methods"], report["peak"]["flops_per_second"]))
-    console.print(f"{NOTE}\n", highlight=False)
+    say(console, f"{NOTE}\n")
     titles = {"clients_per_round": "by clients a round", "clients": "by clients there are"}
     for key, lines in report["scaling"].items():
         samples = size["scaling_samples"]
         console.print(scaling_table(f"{titles[key]}: FedAvg, 1 epoch, {samples:,} samples a client", lines))
-    console.print(f"{report['seconds']:.0f} s in all", highlight=False)
+    say(console, f"{report['seconds']:.0f} s in all")

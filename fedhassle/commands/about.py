@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from fedhassle.commands.options import DataDir
+from fedhassle.terminal import say
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -20,7 +21,7 @@ def methods() -> None:
     from fedhassle.methods import METHODS
 
     for name, method in METHODS.items():
-        console.print(f"{name:16} {first_line(method.__doc__)}", highlight=False, soft_wrap=True)
+        say(console, f"{name:16} {first_line(method.__doc__)}")
 
 
 def first_line(text: str | None) -> str:
@@ -42,13 +43,8 @@ def data_list(data_dir: DataDir = None) -> None:
             else "to download"
         )
         counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
-        console.print(
-            f"{entry.name:12} {counts:38} {here:12} {entry.description}", highlight=False, soft_wrap=True
-        )
-    console.print(
-        f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path",
-        soft_wrap=True,
-    )
+        say(console, f"{entry.name:12} {counts:38} {here:12} {entry.description}")
+    say(console, f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path")
 
 
 def bench(

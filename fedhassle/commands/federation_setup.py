@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedhassle.commands import terminal
+from fedhassle import terminal
 from fedhassle.commands.site import FEW, show_survey
 from fedhassle.errors import UserError, require
 

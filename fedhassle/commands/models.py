@@ -16,9 +16,9 @@ from rich.table import Table
 
 from fedhassle.commands.options import DataDir
 from fedhassle.commands.site import FEW, show_problems
-from fedhassle.commands.terminal import say, shown_progress
 from fedhassle.errors import require
 from fedhassle.files import atomic, write_json
+from fedhassle.terminal import say, shown_progress
 
 if TYPE_CHECKING:
     from fedhassle.model import TrainedModel

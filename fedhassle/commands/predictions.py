@@ -10,13 +10,13 @@ from rich.console import Console
 from fedhassle.commands import inputs
 from fedhassle.commands.inputs import Source, read_each, stretches
 from fedhassle.commands.site import FEW, show_problems
-from fedhassle.commands.terminal import say, shown_progress
 from fedhassle.data.npz import Images
 from fedhassle.data.pictures import TO_FIT
 from fedhassle.data.site import Problem
 from fedhassle.data.survey import conversions, skipped
 from fedhassle.errors import require
 from fedhassle.model import Prediction, TrainedModel
+from fedhassle.terminal import say, shown_progress
 
 
 def rows(

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhassle.commands.terminal import say, shown_progress
 from fedhassle.errors import require
+from fedhassle.terminal import say, shown_progress
 
 if TYPE_CHECKING:
     from fedhassle.data.site import Problem

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedhassle.commands.options import DataDir, Words, asked
+from fedhassle.terminal import say
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -53,8 +54,8 @@ def split(
         return
     console.print(split_table(rows, made.hash))
     for note in made.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+        say(console, f"note: {note}")
+    say(console, f"picture  {picture}")
 
 
 def plain(value: Any) -> Any:

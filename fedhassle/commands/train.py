@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fedhassle.commands.options import DataDir, Device, Words, asked
 from fedhassle.requested import variations
+from fedhassle.terminal import say
 
 if TYPE_CHECKING:
     from fedhassle.launch import Run
@@ -65,7 +66,7 @@ def resume(
 
     finished = [path for path in folders if Folder(path).summary.exists() and Folder(path).config.exists()]
     for path in finished:
-        console.print(f"{path} is finished: nothing to resume")
+        say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     cut = [reopen(path, device) for path in folders if path not in finished]
     if len(cut) == 1:
@@ -80,17 +81,16 @@ def follow_to_the_end(launched: Run) -> None:
     from fedhassle.view import follow
 
     settings, path = launched.settings, launched.folder.path
-    console.print(
+    say(
+        console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
         f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; "
         f"files in {path}",
-        highlight=False,
-        soft_wrap=True,
     )
     try:
         follow(carry_out(launched), settings.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
-        console.print(f"stopped; go on with: fedhassle resume {path}", highlight=False, soft_wrap=True)
+        say(console, f"stopped; go on with: fedhassle resume {path}")
         raise typer.Exit(130) from None
     show_result(path)
 
@@ -101,21 +101,21 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
     from fedhassle.view import follow_together
 
     paths = [run.folder.path for run in launched]
-    console.print(f"{len(launched)} runs on {launched[0].settings.device}; files in:", highlight=False)
+    say(console, f"{len(launched)} runs on {launched[0].settings.device}; files in:")
     for path in paths:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        say(console, f"  {path}")
     try:
         ends = follow_together(carry_out_together(launched), console)
     except KeyboardInterrupt:
         again = " ".join(str(path) for path in paths)
-        console.print(f"stopped; go on with: fedhassle resume {again}", highlight=False, soft_wrap=True)
+        say(console, f"stopped; go on with: fedhassle resume {again}")
         raise typer.Exit(130) from None
     done = [path for path, end in zip(paths, ends, strict=True) if end.error is None]
     if done:
         show_comparison(done)
     failed = [(path, end.error) for path, end in zip(paths, ends, strict=True) if end.error is not None]
     for path, error in failed:
-        console.print(f"{path} failed: {error}", highlight=False, soft_wrap=True)
+        say(console, f"{path} failed: {error}")
     if failed:
         raise failed[0][1]
 
@@ -137,7 +137,7 @@ def show_result(path: Path) -> None:
     folder = Folder(path)
     console.print(final_table(read_summary(path)))
     for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
-        console.print(f"{what:8} {file}", highlight=False, soft_wrap=True)
+        say(console, f"{what:8} {file}")
 
 
 def compare(
@@ -160,4 +160,4 @@ def compare(
     groups = grouped([read_summary(folder) for folder in folders])
     console.print(comparison_table(groups))
     draw_curves(groups, picture)
-    console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+    say(console, f"picture  {picture}")
