@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedhassle.commands import about, models, reproduce, site, split, train
+from fedhassle.commands import about, models, report, reproduce, site, split, train
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
 
@@ -24,7 +24,7 @@ data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
 for command in (
     *(train.run, train.resume, train.compare, split.split),
     *(models.predict, models.evaluate, models.export),
-    *(reproduce.reproduce, about.bench, about.methods),
+    *(reproduce.reproduce, report.report, about.bench, about.methods),
 ):
     app.command()(command)
 app.add_typer(data_app, name="data")

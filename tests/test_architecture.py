@@ -36,6 +36,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"together", "export"},
     {"view"},
     {"reproduce"},
+    {"pages"},
     {"api"},
     {"federation"},
     {"commands"},

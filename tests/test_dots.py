@@ -146,9 +146,9 @@ def test_cells_are_square_and_pages_stay_pages(clients, classes, tmp_path):
 
 
 def test_ticks_thin_out():
-    assert dots._ticks(1, 5, cell=0.4, apart=0.3) == [1, 2, 3, 4, 5]
-    assert dots._ticks(1, 12, cell=0.1, apart=0.3) == [5, 10]
-    assert dots._ticks(1, 3, cell=0.01, apart=0.3) == [1]
+    assert dots.ticks(1, 5, cell=0.4, apart=0.3) == [1, 2, 3, 4, 5]
+    assert dots.ticks(1, 12, cell=0.1, apart=0.3) == [5, 10]
+    assert dots.ticks(1, 3, cell=0.01, apart=0.3) == [1]
 
 
 def test_svg_is_xml(tmp_path):

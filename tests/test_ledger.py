@@ -143,3 +143,13 @@ def test_times_are_those_of_the_same_settings_on_the_same_machine(tmp_path):
     assert ledger.seconds(run(settings_hash="c" * 16)) == 30.0  # a third of the machine
     ledger.add(summary(settings_hash="d" * 16, seconds=500.0))
     assert ledger.seconds(run(settings_hash="d" * 16)) == 500.0
+
+
+def test_a_run_has_a_file_and_others_like_it_have_rounds(tmp_path):
+    write(tmp_path / "a.json", summary())
+    write(tmp_path / "b.json", summary(settings_hash="b" * 16, rounds=50))
+    write(tmp_path / "c.json", summary(settings_hash="c" * 16, method="hassle", rounds=7))
+    ledger = Ledger(tmp_path)
+    assert ledger.path(run()) == tmp_path / "a.json" and ledger.path(run(1)) is None
+    assert ledger.rounds(run(settings_hash="f" * 16)) == [50, 10]
+    assert ledger.rounds(run(method="sage")) == []

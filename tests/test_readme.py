@@ -75,8 +75,9 @@ def test_pictures_and_links_of_the_readme_exist():
 
 def test_the_figures_of_the_readme_are_those_of_the_results():
     """Mean ± sample standard deviation over the seeds, lowest and highest seed, from the files themselves."""
+    own = re.sub(r"<!-- table1 -->.*<!-- /table1 -->", "", TEXT, flags=re.DOTALL)  # test_report_texts.py's
     rows = [
-        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if "±" in line
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in own.splitlines() if "±" in line
     ]
     rows = [row for row in rows if row[0].lower() in ("hassle", "fedavg")]
     assert rows

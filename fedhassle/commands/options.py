@@ -20,6 +20,13 @@ Words = Annotated[
 DataDir = Annotated[
     Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
 ]
+Only = Annotated[
+    str | None, typer.Option(help="Choices joined as in a cell's name, such as cifar10-10% or 5%,20%.")
+]
+Methods = Annotated[str | None, typer.Option(help="Only these, such as hassle,fedavg.")]
+Seeds = Annotated[int | None, typer.Option(help="How many; else three.")]
+Rounds = Annotated[int | None, typer.Option(help="Instead of 200: other runs, with figures apart.")]
+Results = Annotated[Path, typer.Option(help="The ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Where to train: auto, cpu or cuda.")]
 
 
@@ -37,3 +44,15 @@ def as_changes(data_dir: Path | None, device: str | None) -> list[str]:
     return [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None
     ]
+
+
+def split(words: str | None) -> tuple[str, ...]:
+    """Words with commas between them."""
+    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
+
+
+def names_and_changes(words: Sequence[str] | None, rounds: int | None) -> tuple[list[str], list[str]]:
+    """Names of experiments, each once, and the settings over theirs."""
+    changes = [word for word in words or () if "=" in word and not word.endswith(".toml")]
+    names = list(dict.fromkeys(word for word in words or () if word not in changes))
+    return names, changes + ([f"rounds={rounds}"] if rounds is not None else [])

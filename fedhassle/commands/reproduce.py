@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.commands.options import DataDir, Device, as_changes
+from fedhassle.commands.options import (
+    DataDir,
+    Device,
+    Methods,
+    Only,
+    Results,
+    Rounds,
+    Seeds,
+    as_changes,
+    names_and_changes,
+    split,
+)
 from fedhassle.errors import UserError
+from fedhassle.terminal import say
 
 if TYPE_CHECKING:
     from fedhassle.reproduce.experiment import Cell, Experiment, Narrowing
@@ -30,19 +42,15 @@ def reproduce(
             help="Experiments, or TOML files of one's own; then settings. Without a name: a list of them.",
         ),
     ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Choices joined as in a cell's name, such as cifar10-10% or 5%,20%.")
-    ] = None,
-    methods: Annotated[str | None, typer.Option(help="Only these, such as hassle,fedavg.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="How many; else three.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Instead of 200: other runs, with figures apart.")
-    ] = None,
+    only: Only = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    rounds: Rounds = None,
     budget: Annotated[
         str | None, typer.Option(help="Stops in time, such as 20m or 1h30m; the same command goes on.")
     ] = None,
     together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU; else 3.")] = None,
-    results: Annotated[Path, typer.Option(help="The ledger of finished runs.")] = Path("results"),
+    results: Results = Path("results"),
     runs: Annotated[
         Path | None, typer.Option(help="Where unfinished runs lie (else runs/reproduce).")
     ] = None,
@@ -54,15 +62,12 @@ def reproduce(
     A finished run is never made twice, a cut one goes on, and several processes can work at one ledger.
     """
     seconds = None if budget is None else seconds_of(budget)
-    words = list(names or [])
-    changes = [word for word in words if "=" in word and not word.endswith(".toml")]
-    changes += [f"rounds={rounds}"] if rounds is not None else []
+    named, changes = names_and_changes(names, rounds)
     changes += as_changes(data_dir, device)
     from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
     from fedhassle.reproduce.ledger import Ledger
 
-    named = [word for word in words if word not in changes]
-    chosen = [read_experiment(name) for name in dict.fromkeys(named) or experiments()]
+    chosen = [read_experiment(name) for name in named or experiments()]
     narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
     console, ledger = Console(), Ledger(results)
     for reason in ledger.skipped.values():
@@ -73,11 +78,6 @@ def reproduce(
         show_list(chosen, narrowing, ledger, console)
 
 
-def split(words: str | None) -> tuple[str, ...]:
-    """Words with commas between them."""
-    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
-
-
 def seconds_of(text: str) -> float:
     """A time such as 90s, 20m or 1h30m."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
@@ -85,11 +85,6 @@ def seconds_of(text: str) -> float:
     if "".join(number + unit for number, unit in parts) != text or not total:
         raise UserError(f"--budget {text!r} is no time: write 90s, 20m or 1h30m")
     return total
-
-
-def say(console: Console, text: str) -> None:
-    """A line of text as it is."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger, console: Console) -> None:

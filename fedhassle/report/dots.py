@@ -43,7 +43,7 @@ def draw_split(
     labelled = np.array([row.labelled_counts for row in rows])  # (K, M)
     samples = labelled + np.array([row.unlabelled_counts for row in rows])
     clients, classes = labelled.shape
-    names = _shown(class_names or (), _cell_width(clients, classes))
+    names = shown_names(class_names or (), cell_width(clients, classes))
     figure, axes, cell = _canvas(clients, classes, LEFT + max(map(_width, names), default=0))
     largest = max(int(samples.max()), 1)
     scale = (WIDEST_DOT * cell * POINTS) ** 2 / largest  # points² for one sample
@@ -56,7 +56,7 @@ def draw_split(
     _write(figure, path)
 
 
-def _shown(class_names: Sequence[str], cell: float) -> list[str]:
+def shown_names(class_names: Sequence[str], cell: float) -> list[str]:
     """The class names, cut to a bearable length; none where they would crowd or are mere numbers."""
     crowded = len(class_names) > MOST_NAMES or cell < TICKS_APART
     if crowded or all(name.isdecimal() for name in class_names):
@@ -76,7 +76,7 @@ def _width(name: str) -> float:
     return text.get_window_extent().width / figure.dpi
 
 
-def _cell_width(clients: int, classes: int) -> float:
+def cell_width(clients: int, classes: int) -> float:
     """The width in inches of a square cell, as large as the page allows."""
     most = max(clients, classes)
     return min(0.42, max(9 / most, min(0.14, 24 / most)))
@@ -84,7 +84,7 @@ def _cell_width(clients: int, classes: int) -> float:
 
 def _canvas(clients: int, classes: int, left: float = LEFT) -> tuple[Figure, Axes, float]:
     """A figure of square cells, and their width in inches."""
-    cell = _cell_width(clients, classes)
+    cell = cell_width(clients, classes)
     width, height = left + clients * cell + RIGHT, BOTTOM + max(classes * cell, 1.4) + TOP
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
@@ -113,11 +113,10 @@ def _draw_dots(axes: Axes, areas: npt.NDArray[np.float64], kinds: Sequence[str],
 
 def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) -> None:
     """Numbers the clients and underlines each run of one kind; `inch` is one in heights of the axes."""
-    axes.set_xticks(_ticks(1, len(kinds), cell, apart=0.3))
+    axes.set_xticks(ticks(1, len(kinds), cell, apart=0.3))
     under = axes.get_xaxis_transform()  # clients across, shares of the axes down
-    begin = 0.5
-    for kind, run in itertools.groupby(kinds):
-        length = len(list(run))
+    for kind, first, length in kind_runs(kinds):
+        begin = first + 0.5
         look: dict[str, Any] = {
             "color": COLOURS[kind],
             "transform": under,
@@ -129,7 +128,6 @@ def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) ->
         )
         if length * cell > 0.08 * len(kind):  # else the word is wider than the run; the legend has it
             axes.text(begin + length / 2, -0.36 * inch, kind, fontsize=8.5, ha="center", va="top", **look)
-        begin += length
     axes.text(0.5, -0.58 * inch, "client", transform=axes.transAxes, fontsize=9.5, ha="center", va="top")
 
 
@@ -138,25 +136,38 @@ def _mark_classes(axes: Axes, classes: int, cell: float, names: Sequence[str]) -
     if names:
         axes.set_yticks(range(classes), names, parse_math=False)  # a $ is a $
     else:
-        axes.set_yticks(_ticks(0, classes - 1, cell, apart=TICKS_APART))
+        axes.set_yticks(ticks(0, classes - 1, cell, apart=TICKS_APART))
     axes.set_ylabel("class", fontsize=9.5)
 
 
-def _ticks(first: int, last: int, cell: float, apart: float) -> list[int]:
+def ticks(first: int, last: int, cell: float, apart: float) -> list[int]:
     """The multiples of the smallest round step that keeps their labels apart."""
-    step = next(step for step in _round_numbers() if step * cell >= apart)
+    step = next(step for step in round_numbers() if step * cell >= apart)
     return [number for number in range(first, last + 1) if number % step == 0] or [first]
 
 
-def _round_numbers() -> Iterator[int]:
+def round_numbers() -> Iterator[int]:
     """1, 2, 5, 10, 20, 50 and so on."""
     return (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
 
 
+def known_size(largest: int) -> int:
+    """A round number of samples whose dot is no taller than a line of the legend."""
+    return max(itertools.takewhile(lambda number: 3 * number <= largest, round_numbers()), default=1)
+
+
+def kind_runs(kinds: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Neighbours of one kind: the kind, the place of the first, and how many they are."""
+    begin = 0
+    for kind, run in itertools.groupby(kinds):
+        length = len(list(run))
+        yield kind, begin, length
+        begin += length
+
+
 def _explain(axes: Axes, kinds: set[str], largest: int, scale: float) -> None:
     """The legend: what filled and transparent mean, the kinds of clients, and the size of a dot."""
-    # A round number of samples whose dot is no taller than a line of the legend.
-    known = max(itertools.takewhile(lambda number: 3 * number <= largest, _round_numbers()), default=1)
+    known = known_size(largest)
     handles = [
         _key("labelled", "o", INK, 9),
         _key("unlabelled", "o", INK, 9, face=(INK, PALE)),

@@ -52,14 +52,20 @@ class Group:
 
     def curve(self, prediction: str) -> Curve:
         """The accuracy by round, at the rounds that all seeds have."""
-        found = [{m["round"]: m["accuracy"][prediction] for m in run["history"]} for run in self.runs]
-        rounds = sorted(set.intersection(*(set(curve) for curve in found)))
-        return Curve(rounds, [spread([curve[t] for curve in found]) for t in rounds])
+        return curve_of(
+            [{m["round"]: m["accuracy"][prediction] for m in run["history"]} for run in self.runs]
+        )
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def curve_of(runs: Sequence[Mapping[int, float]]) -> Curve:
+    """What runs have by round, at the rounds that all of them have."""
+    rounds = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
+    return Curve(rounds, [spread([run[t] for run in runs]) for t in rounds])
 
 
 def grouped(summaries: Sequence[Metrics]) -> list[Group]:

@@ -26,6 +26,7 @@ class Choice:
     label: str  # what it is called by people
     changes: Mapping[str, Any]
     paper: bool  # whether the paper has it
+    reference: bool = False  # whether it is a bound to read the others by, and no rival of theirs
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,14 @@ def read_axis(table: Any, where: str) -> Axis:
 
 def read_choice(table: Any, where: str) -> Choice:
     """A choice of an axis."""
-    fields = {"id": str, "label": str, "set": dict, "paper": bool}
+    fields = {"id": str, "label": str, "set": dict, "paper": bool, "reference": bool}
     require_fields(table, fields, ("id",), f"{where}: choice")
     return Choice(
-        table["id"], table.get("label", table["id"]), table.get("set", {}), table.get("paper", True)
+        table["id"],
+        table.get("label", table["id"]),
+        table.get("set", {}),
+        table.get("paper", True),
+        table.get("reference", False),
     )
 
 

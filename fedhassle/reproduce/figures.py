@@ -27,18 +27,28 @@ class Figure(NamedTuple):
 
 def figures(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Figure]:
     """Those of the given cells, in the order of the experiment."""
+    found = [(seeds, summaries(seeds, ledger)) for seeds in by_name(cells)]
+    return [figure for seeds, runs in found for figure in figures_of(experiment, seeds, runs)]
+
+
+def by_name(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that differ in their seed alone, together."""
     together: dict[str, list[Cell]] = {}
     for cell in cells:
         together.setdefault(cell.name, []).append(cell)
-    return [figure for seeds in together.values() for figure in figures_of(experiment, seeds, ledger)]
+    return list(together.values())
 
 
-def figures_of(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger) -> list[Figure]:
-    """The figures of cells that differ in their seed alone."""
+def summaries(cells: Sequence[Cell], ledger: Ledger) -> list[Metrics]:
+    """The results of those cells that are done."""
+    return [summary for cell in cells if (summary := ledger.summary(cell.identity)) is not None]
+
+
+def figures_of(experiment: Experiment, seeds: Sequence[Cell], found: Sequence[Metrics]) -> list[Figure]:
+    """The figures of cells that differ in their seed alone, from the results that are there."""
     cell = seeds[0]
     known = printed().get(experiment.name)
     paper = {} if known is None else known.of(cell.name)
-    found = [summary for one in seeds if (summary := ledger.summary(one.identity)) is not None]
     metrics = metrics_of(experiment, found[0]) if found else list(paper) or [HEADLINE]
     return [
         Figure(
@@ -87,6 +97,11 @@ def curve(summary: Metrics, metric: str) -> list[tuple[int, float]]:
     """A metric by round, where it is known."""
     lines = [(line["round"], value_of(line, metric, summary["headline"])) for line in summary["history"]]
     return [(t, float(value)) for t, value in lines if value is not None]
+
+
+def is_accuracy(metric: str) -> bool:
+    """Whether a metric is a share of images that are classified rightly."""
+    return metric == HEADLINE or metric.startswith("accuracy.")
 
 
 def value_of(line: Metrics, metric: str, headline: str) -> Any:

@@ -22,6 +22,7 @@ class Entry(NamedTuple):
     path: Path
     key: tuple[str, int]  # hash of the settings, and seed
     kind: tuple[str, str]  # method and data
+    rounds: int
     machine: str
     seconds: float  # for a round, as a share of the device
 
@@ -61,6 +62,16 @@ class Ledger:
         entry = self._entries.get(run.key)
         return None if entry is None else read_summary(entry.path)
 
+    def path(self, run: Identity) -> Path | None:
+        """The file of a run, if it is there."""
+        entry = self._entries.get(run.key)
+        return None if entry is None else entry.path
+
+    def rounds(self, run: Identity) -> list[int]:
+        """The numbers of rounds that runs of the same method and data have, the most first."""
+        alike = (entry for entry in self._entries.values() if entry.kind == (run.method, run.data))
+        return sorted({entry.rounds for entry in alike}, reverse=True)
+
     def add(self, summary: Metrics, together: int = 1) -> Path:
         """Keeps the result of one of so many runs at once; what is there already is never written over."""
         known = self._entries.get((summary["settings_hash"], summary["seed"]))
@@ -98,6 +109,7 @@ def entry_of(path: Path, summary: Metrics) -> Entry:
             path,
             (summary["settings_hash"], int(summary["seed"])),
             (summary["method"], summary["data"]),
+            int(summary["rounds"]),
             machine(summary["hardware"]),
             summary["seconds"] / summary["rounds"] / summary.get(TOGETHER, 1),
         )

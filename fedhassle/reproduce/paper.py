@@ -1,4 +1,4 @@
-"""The figures that the paper prints, from one file."""
+"""The figures that the paper prints and what it claims, from one file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says of an experiment, in a form that its figures can be held against: one of four."""
+
+    says: str
+    order: tuple[str, ...] = ()  # metrics of a cell, the highest first
+    best: str = ""  # the choice that is above all others of its axis that the paper has
+    worst: str = ""  # the choice that is below them
+    rises: str = ""  # the axis along which the accuracy rises
+    cells: tuple[str, ...] = ()  # names of cells, the highest first
+    among: tuple[str, ...] = ()  # only where one of these is chosen
+    metric: str = ""  # what is compared, where a method has it; else its headline
 
 
 @dataclass(frozen=True)
@@ -14,6 +29,7 @@ class Printed:
 
     source: str  # the table or figure
     says: tuple[str, ...]  # in its text
+    claims: tuple[Claim, ...]  # those of its text and tables that can be checked
     values: dict[str, dict[str, float]]  # by the name of a cell, then by metric as an experiment names it
 
     def of(self, name: str) -> dict[str, float]:
@@ -32,10 +48,17 @@ def printed() -> dict[str, Printed]:
         name: Printed(
             table["source"],
             tuple(table["says"]),
+            tuple(read_claim(claim) for claim in table.get("claims", ())),
             {cell: by_metric(value) for cell, value in table.get("values", {}).items()},
         )
         for name, table in tomllib.loads(text).items()
     }
+
+
+def read_claim(table: dict[str, Any]) -> Claim:
+    """A claim, its lists as tuples."""
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    return Claim(**plain)
 
 
 def by_metric(value: float | dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedhassle.report.groups import Spread
 from fedhassle.reproduce.experiment import Cell, Experiment
-from fedhassle.reproduce.figures import Figure
+from fedhassle.reproduce.figures import Figure, is_accuracy
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, printed
 
@@ -91,7 +91,7 @@ def compared(figure: Figure) -> tuple[str, str, str]:
 
 def shown_as(metric: str, value: Spread) -> str:
     """Accuracies in %, bytes in MB, losses as they are."""
-    if metric == HEADLINE or metric.startswith("accuracy."):
+    if is_accuracy(metric):
         return str(value)
     unit = 1e6 if metric.startswith("bytes_") else 1.0
     spread = "" if value.std is None else f" ± {value.std / unit:.3f}"

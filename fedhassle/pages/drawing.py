@@ -1,0 +1,216 @@
+"""The figures of a report: which series an experiment's results make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedhassle.data import datasets, partition
+from fedhassle.pages.content import OTHER, Result, Section
+from fedhassle.pages.grid import Entry, Grid, picked
+from fedhassle.report.charts import (
+    COLOURS,
+    Chart,
+    Point,
+    Series,
+    caption,
+    colour,
+    draw_bars,
+    draw_lines,
+)
+from fedhassle.report.dots_svg import draw_split_svg
+from fedhassle.report.groups import Curve
+from fedhassle.report.markup import Markup
+from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.text import metric_label
+
+DEFAULT_DATA = "cifar10"  # of all experiments but the two large tables
+
+
+class Drawing(NamedTuple):
+    """A figure, and what stands beneath it."""
+
+    picture: Markup
+    caption: str
+
+
+def drawn(section: Section, grid: Grid) -> list[Drawing]:
+    """The figures of an experiment that the paper draws."""
+    show = section.experiment.show
+    if show == "bars":
+        return [bars(over_columns(section, grid, from_zero=True))]
+    if show == "lines":
+        return [lines(over_columns(section, grid, from_zero=False))]
+    if show == "curves":
+        return [lines(by_round(section))]
+    return [bars(chart) for chart in bytes_charts(section)] if show == "bytes" else []
+
+
+def lines(chart: Chart) -> Drawing:
+    """A chart of lines."""
+    return Drawing(draw_lines(chart), caption(chart))
+
+
+def bars(chart: Chart) -> Drawing:
+    """A chart of bars."""
+    return Drawing(draw_bars(chart), caption(chart))
+
+
+def unit_of(metric: str) -> float:
+    """What one of what is shown comes to: accuracies are shown in %, bytes in MB."""
+    return 0.01 if is_accuracy(metric) else 1e6 if metric.startswith("bytes_") else 1.0
+
+
+def point(x: float, figure: Figure) -> Point | None:
+    """A figure of ours as it is shown."""
+    if figure.ours is None:
+        return None
+    unit = unit_of(figure.metric)
+    return Point(x, figure.ours.mean / unit, None if figure.ours.std is None else figure.ours.std / unit)
+
+
+def printed_point(x: float, figure: Figure) -> Point | None:
+    """The paper's."""
+    return None if figure.paper is None else Point(x, figure.paper / unit_of(figure.metric))
+
+
+def series_of(label: str, entries: Sequence[Entry | None], look: str) -> Series:
+    """Figures in a row, at the places 0, 1, 2 and so on."""
+    there = [(i, one) for i, one in enumerate(entries) if one is not None]
+    ours = [made for i, one in there if (made := point(i, one.figure)) is not None]
+    paper = [made for i, one in there if (made := printed_point(i, one.figure)) is not None]
+    faint = any(one.result.status == OTHER for _, one in there)
+    return Series(label, tuple(ours), tuple(paper), look, faint=faint)
+
+
+def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
+    """A series for each row of a grid, over its columns."""
+    experiment = section.experiment
+    axes = {axis.name: axis for axis in experiment.axes}
+    columns = [axes[name] for name in experiment.columns]
+    ticks = tuple(shortened(heading, [axis.label for axis in columns]) for heading in grid.headings)
+    return Chart(
+        id=f"figure-{experiment.name}",
+        title=experiment.title,
+        x_label=", ".join(axis.label for axis in columns),
+        y_label="accuracy (%)",
+        series=tuple(
+            series_of(" ".join(line.labels), line.entries, colour(i)) for i, line in enumerate(grid.lines)
+        ),
+        ticks=ticks,
+        from_zero=from_zero,
+    )
+
+
+def shortened(heading: Sequence[str], axes: Sequence[str]) -> str:
+    """A heading beneath an axis that has its name already."""
+    return ", ".join(word.removeprefix(f"{axis} = ") for word, axis in zip(heading, axes, strict=True))
+
+
+def by_round(section: Section) -> Chart:
+    """The metrics of an experiment by round, a line for each and for each row."""
+    experiment, results = section.experiment, section.results
+    several = len(results) > 1
+    series = []
+    for i, one in enumerate(results):
+        for j, figure in enumerate(one.figures):
+            row = " ".join(choice.label for choice in one.choices) if several else ""
+            label = f"{metric_label(figure.metric)} {row}".strip()
+            series.append(curve_series(label, one, figure, colour(j), dashed=i > 0))
+    loss = all(metric.startswith("loss.") for metric in experiment.metrics) and experiment.metrics
+    return Chart(
+        id=f"figure-{experiment.name}",
+        title=experiment.title,
+        x_label="round",
+        y_label="loss" if loss else "accuracy (%)",
+        series=tuple(series),
+    )
+
+
+def curve_series(label: str, result: Result, figure: Figure, look: str, dashed: bool = False) -> Series:
+    """A metric of a result by round, with the paper's final figure at the end."""
+    unit = unit_of(figure.metric)
+    points = curve_points(result.curves.get(figure.metric, Curve([], [])), unit)
+    paper = printed_point(result.wanted, figure)
+    return Series(label, points, () if paper is None else (paper,), look, dashed, result.status == OTHER)
+
+
+def curve_points(curve: Curve, unit: float) -> tuple[Point, ...]:
+    """A curve as it is shown."""
+    return tuple(
+        Point(t, spread.mean / unit, None if spread.std is None else spread.std / unit)
+        for t, spread in zip(curve.rounds, curve.spreads, strict=True)
+    )
+
+
+def accuracy_by_round(section: Section) -> list[Drawing]:
+    """For a table: the headline of each row by round, a chart for each column in which something has run."""
+    experiment = section.experiment
+    names = [axis.name for axis in experiment.axes]
+    columns = [names.index(name) for name in experiment.columns]
+    rows = [i for i in range(len(names)) if i not in columns]
+    together: dict[tuple[str, ...], list[tuple[int, Result]]] = {}
+    places: dict[tuple[str, ...], int] = {}
+    for one in section.results:
+        place = places.setdefault(tuple(choice.id for choice in picked(one, rows)), len(places))
+        if one.runs:
+            together.setdefault(tuple(c.label for c in picked(one, columns)), []).append((place, one))
+    charts = []
+    for number, (column, placed) in enumerate(together.items()):
+        series = tuple(
+            curve_series(
+                ", ".join(choice.label for choice in picked(one, rows)),
+                one,
+                one.headline,
+                colour(place),
+                dashed=place >= COLOURS,
+            )
+            for place, one in placed
+        )
+        title = "Accuracy by round" + (f": {', '.join(column)}" if column else "")
+        chart = Chart(f"rounds-{experiment.name}-{number}", title, "round", "accuracy (%)", series)
+        charts.append(lines(chart))
+    return charts
+
+
+def bytes_charts(section: Section) -> list[Chart]:
+    """What clients send and receive, by kind of client: a group of bars for each row."""
+    charts = []
+    for table, title in (
+        ("bytes_up", "Sent by a client in a round"),
+        ("bytes_down", "Received by a client in a round"),
+    ):
+        metrics = [metric for metric in section.experiment.metrics if metric.partition(".")[0] == table]
+        series = []
+        for metric in metrics:
+            figures = [
+                (place, figure)
+                for place, one in enumerate(section.results)
+                for figure in one.figures
+                if figure.metric == metric
+            ]
+            points = tuple(made for place, figure in figures if (made := point(place, figure)) is not None)
+            kind = metric.partition(".")[2]
+            series.append(Series(kind, points, look=kind))
+        ticks = tuple(" ".join(choice.label for choice in one.choices) for one in section.results)
+        name = section.experiment.name
+        charts.append(
+            Chart(f"{table.replace('_', '-')}-{name}", title, "", "MB", tuple(series), ticks, from_zero=True)
+        )
+    return [chart for chart in charts if chart.series]
+
+
+def default_split() -> Drawing:
+    """The dot picture of the split of the paper's default setting.
+
+    How many images of each class a client holds depends on the sizes of the classes alone, and in the named
+    data sets those are equal: no images are needed.
+    """
+    entry = datasets.CATALOGUE[DEFAULT_DATA]
+    y = np.repeat(np.arange(entry.classes), entry.images[0] // entry.classes)
+    rows = partition.table(partition.split(y), y, entry.classes)
+    title = f"{entry.name}, 10 % labelled, α = 0.1, seed 0"
+    words = f"{title}. The larger a dot, the more images of a class a client holds."
+    return Drawing(draw_split_svg(rows, "split", title, entry.class_names), words)

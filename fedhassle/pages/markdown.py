@@ -1,0 +1,111 @@
+"""A report in Markdown, whole or as blocks that keep the tables of another text up to date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fedhassle.pages.content import Report, Section
+from fedhassle.pages.findings import Finding, findings
+from fedhassle.pages.grid import Entry, Grid, Line, grid
+from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
+
+OWN = "<!-- made by fedhassle report -->"
+FINDINGS = "findings"  # the name of the block that has them
+SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    parts = [OWN, "# The paper's tables and figures, made again"]
+    parts.append(f"{report.done:,} of {report.runs:,} runs are done. {HOW_TO_READ}")
+    every = findings(report)
+    if every:
+        parts += ["## Do the paper's claims hold?", findings_table(every)]
+    for section in report.sections:
+        title = (
+            f"{section.experiment.title} ({source(section)})" if source(section) else section.experiment.title
+        )
+        parts += [f"## {escaped(title)}", escaped(section.experiment.about), block(section, report)]
+    if report.skipped:
+        parts += ["## Left out", "\n".join(f"- {escaped(reason)}" for reason in report.skipped)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def blocks(report: Report) -> dict[str, str]:
+    """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings."""
+    made = {section.experiment.name: block(section, report) for section in report.sections}
+    every = findings(report)
+    return made | ({FINDINGS: findings_table(every)} if every else {})
+
+
+def renewed(text: str, report: Report) -> str | None:
+    """A text with its blocks as they stand now; None where it has none of them."""
+    found = False
+    for name, content in blocks(report).items():
+        between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
+        text, count = between.subn(lambda m, new=content: f"{m[1]}\n{new}\n\n{m[2]}", text)  # type: ignore[misc]
+        found |= count > 0
+    return text if found else None
+
+
+def block(section: Section, report: Report) -> str:
+    """A table, what its marks mean, and how it is made."""
+    made = grid(section)
+    return "\n\n".join([table(made), legend(section, made, report)])
+
+
+def legend(section: Section, made: Grid, report: Report) -> str:
+    """What a reader of a table has to know."""
+    entries = [entry for line in made.lines for entry in line.entries if entry is not None]
+    words = [f"{section.done} of {section.cells} runs are done."]
+    if any(paper(entry.figure) is not None for entry in entries):
+        words.append("In parentheses the paper's figure.")
+    if any(entry.figure.ours is None for entry in entries):
+        words.append(f"{MISSING_MARK} is not run yet.")
+    if any(lacking(entry.result) for entry in entries if entry.result.runs):
+        words.append("Small print says what a figure still lacks.")
+    if any(line.own for line in made.lines):
+        words.append("† The paper does not have it.")
+    return " ".join([*words, f"Made by `{command(section, report)}`."])
+
+
+def table(made: Grid) -> str:
+    """A grid as a table; headings of several levels become one."""
+    names = [*made.stub, *(", ".join(heading) for heading in made.headings)]
+    rule = [*("---" for _ in made.stub), *("--:" for _ in made.headings)]
+    lines = [[escaped(name) for name in names], rule, *(row(line) for line in made.lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def row(line: Line) -> list[str]:
+    """A row of a table."""
+    *labels, last = [escaped(label) for label in line.labels]
+    return [*labels, last + " †" * line.own, *(cell(entry) for entry in line.entries)]
+
+
+def cell(entry: Entry | None) -> str:
+    """Our figure, what it lacks, and the paper's in parentheses."""
+    if entry is None:
+        return ""
+    shown = ours(entry.figure)
+    if entry.best:
+        value, mark, std = shown.partition(" ± ")
+        shown = f"**{value}**{mark}{std}"
+    note = f" <sub>{lacking(entry.result)}</sub>" if entry.result.runs and lacking(entry.result) else ""
+    beside = paper(entry.figure)
+    return shown + note + ("" if beside is None else f" ({beside})")
+
+
+def findings_table(every: Sequence[Finding]) -> str:
+    """Claims and what the figures say of them."""
+    lines = [["claim", "in the paper", "verdict", "numbers"], ["---"] * 4]
+    for one in every:
+        words = (one.claim.says, one.section.experiment.source, one.verdict)
+        lines.append([*(escaped(word) for word in words), escaped(one.numbers)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def escaped(text: str) -> str:
+    """Any text as a line of Markdown that shows it."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split()))

@@ -1,0 +1,55 @@
+"""The figures of a report as CSV: a line for each cell and metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from fedhassle.pages.content import Report, Result, Section
+from fedhassle.pages.drawing import unit_of
+from fedhassle.pages.wording import command, unit
+from fedhassle.reproduce.figures import Figure
+
+COLUMNS = (
+    *("experiment", "source", "cell", "choices", "metric", "unit", "status", "mean", "std"),
+    *("seeds", "seeds_wanted", "rounds", "rounds_wanted", "paper", "difference", "command"),
+)
+
+
+def tidy(report: Report) -> str:
+    """All figures; accuracies in %, bytes in MB, in full precision; what is not known is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for section in report.sections:
+        for result in section.results:
+            writer.writerows(line(section, result, figure, report) for figure in result.figures)
+    return text.getvalue()
+
+
+def line(section: Section, result: Result, figure: Figure, report: Report) -> list[str | float | None]:
+    """A figure with all that is known of it."""
+    axes = section.experiment.axes
+    scale = unit_of(figure.metric)
+    mean = None if figure.ours is None else figure.ours.mean / scale
+    std = None if figure.ours is None or figure.ours.std is None else figure.ours.std / scale
+    paper = None if figure.paper is None else figure.paper / scale
+    compared = mean is not None and paper is not None and result.comparable
+    return [
+        section.experiment.name,
+        section.experiment.source,
+        result.name,
+        " ".join(f"{axis.name}={choice.id}" for axis, choice in zip(axes, result.choices, strict=True)),
+        figure.metric or "accuracy",
+        unit(figure),
+        result.status,
+        mean,
+        std,
+        len(result.runs),
+        figure.seeds,
+        result.rounds if result.runs else None,
+        result.wanted,
+        None if paper is None else round(paper, 10),
+        mean - paper if compared and mean is not None and paper is not None else None,
+        command(section, report, result),
+    ]

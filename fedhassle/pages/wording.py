@@ -1,0 +1,84 @@
+"""Words that every format of a report shares."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from fedhassle.pages.content import DONE, OTHER, PARTIAL, Report, Result, Section
+from fedhassle.pages.grid import Entry
+from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.text import shown_as
+
+MISSING_MARK, MINUS = "—", "−"
+HOW_TO_READ = (
+    "Ours is the mean over seeds ± their sample standard deviation; a run's figure is the mean of its last "
+    "ten evaluations on the test images, never the best round."
+)
+
+
+def ours(figure: Figure) -> str:
+    """Our figure, or the mark of what has not run."""
+    return MISSING_MARK if figure.ours is None else shown_as(figure.metric, figure.ours)
+
+
+def paper(figure: Figure) -> str | None:
+    """The paper's figure, if it prints one."""
+    return None if figure.paper is None else f"{100 * figure.paper:.2f}"
+
+
+def gap(entry: Entry) -> float | None:
+    """By how many points ours is above the paper's; None where they cannot be compared."""
+    figure = entry.figure
+    if figure.ours is None or figure.paper is None or not entry.result.comparable:
+        return None
+    return 100 * (figure.ours.mean - figure.paper)
+
+
+def signed(points: float) -> str:
+    """A difference in points, with a true minus."""
+    return f"{points:+.2f}".replace("-", MINUS)
+
+
+def lacking(result: Result) -> str:
+    """What a result lacks of what was asked for, in a few words; nothing where it is whole."""
+    seeds = f"{len(result.runs)} of {result.headline.seeds} seeds"
+    if result.status == PARTIAL:
+        return seeds
+    if result.status == OTHER:
+        return f"{result.rounds} rounds instead of {result.wanted}, {seeds}"
+    return "" if result.status == DONE else "not run"
+
+
+def source(section: Section) -> str:
+    """Where the paper has it."""
+    experiment = section.experiment
+    return f"{experiment.source} of the paper" if section.paper is not None else experiment.source
+
+
+def seeds_of(numbers: Iterable[int]) -> str:
+    """Seeds in a row: 0–2, 5."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def command(section: Section, report: Report, result: Result | None = None) -> str:
+    """The command line that makes an experiment, or one result of it."""
+    words = ["fedhassle", "reproduce", section.word]
+    if result is not None:
+        words += ["--only", result.name]
+        if result.status == OTHER:
+            words += ["--rounds", str(result.rounds)]
+        if result.headline.seeds > section.experiment.seeds:
+            words += ["--seeds", str(result.headline.seeds)]
+    return shlex.join([*words, *report.changes])
+
+
+def unit(figure: Figure) -> str:
+    """What a figure is counted in."""
+    return "%" if is_accuracy(figure.metric) else "MB" if figure.metric.startswith("bytes_") else ""

@@ -1,0 +1,377 @@
+"""The report as a page: what it shows is what the ledger has, and what it lacks is said to be lacking."""
+
+import re
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import ledgers
+import pytest
+from small import call
+
+from fedhassle.pages import content
+from fedhassle.pages.content import MISSING, OTHER, PARTIAL
+from fedhassle.pages.drawing import default_split
+from fedhassle.pages.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, findings
+from fedhassle.pages.grid import grid
+from fedhassle.pages.page import letters, page
+from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
+from fedhassle.reproduce.ledger import Ledger
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@cache
+def chosen(names, narrowing):
+    """Experiments and their cells; who they are is found out once."""
+    found = {name: read_experiment(name) for name in names or experiments()}
+    return found, select(list(found.values()), narrowing)
+
+
+def by_key(name):
+    """The cells of an experiment by their keys."""
+    return {cell.key: cell for cell in chosen((), Narrowing())[1][name]}
+
+
+def made(folder, *names, **narrowing):
+    """The report on experiments, or on parts of them."""
+    found, its = chosen((), Narrowing())
+    if names:
+        found = {name: found[name] for name in names}
+        its = {name: its[name] for name in names}
+    if narrowing:
+        found, its = chosen(names, Narrowing(**narrowing))
+    return content.report(found, its, Ledger(folder))
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory):
+    """Whole, partial, foreign, broken and missing cells of table 1, and two cells of the ablation."""
+    folder, table, ablation = tmp_path_factory.mktemp("ledger"), by_key("table1"), by_key("ablation")
+    for seed in range(3):
+        at = f"cifar10-10%-{{}}-{seed}".format
+        ledgers.put(
+            folder,
+            ledgers.summary(table[at("fedavg")], {"model": 0.60 + 0.02 * seed}),
+            ledgers.summary(table[at("hassle")], ledgers.hassle(0.70 + 0.01 * seed, sm=0.69 + 0.01 * seed)),
+            ledgers.summary(ablation[f"no-gra-no-mpa-{seed}"], ledgers.hassle(0.65)),
+        )
+    for seed in range(2):
+        ledgers.put(folder, ledgers.summary(table[f"cifar10-10%-fedprox-{seed}"], {"model": 0.5834}))
+    ledgers.put(
+        folder,
+        ledgers.summary(table["cifar10-10%-fixmatch-0"], {"model": 0.99}, rounds=50),
+        ledgers.summary(table["cifar10-10%-central-0"], {"model": 0.95}),
+        ledgers.summary(table["cifar10-10%-rscfed-0"], {"model": 0.3}, settings_hash="f" * 16),  # foreign
+    )
+    (folder / "broken.json").write_text('{"format": 1')
+    (folder / "<img src=x>.json").write_text('{"mine": "<script>alert(1)</script>"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(ledger):
+    return page(made(ledger))
+
+
+# The page read back
+
+
+class Cells(HTMLParser):
+    """The rows of every table, by the id of the section that it stands in."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.section, self.inside = {}, "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "section":
+            self.section = dict(attributes).get("id", "")
+        elif tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        elif tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.inside:
+            self.rows[self.section][-1][-1] += f" {data.strip()}"
+
+
+def row(text, section, *labels):
+    """The cells of a row, by what stands first in it."""
+    rows = [[" ".join(cell.split()) for cell in row] for row in Cells(text).rows[section]]
+    (found,) = [row[len(labels) :] for row in rows if row[: len(labels)] == list(labels)][:1]
+    return found
+
+
+CIFAR10 = 4  # the column of CIFAR-10 with 10 %
+
+
+def test_a_whole_cell_has_mean_and_std_beside_the_papers_figure(text):
+    assert row(text, "table1", "FedAvg")[CIFAR10] == "62.00 ± 2.00 57.85 +4.15"
+    assert row(text, "table1", "HASSLE EM")[CIFAR10] == "71.00 ± 1.00 67.79 +3.21"
+    assert row(text, "table1", "HASSLE SM")[CIFAR10] == "70.00 ± 1.00 66.34 +3.66"
+
+
+def test_what_is_missing_is_marked_and_keeps_the_papers_figure(text):
+    assert row(text, "table1", "FedMatch")[CIFAR10] == "— 63.38"
+    assert row(text, "table1", "RSCFed")[CIFAR10] == "— 63.76"  # the foreign run is not taken for it
+    assert row(text, "table1", "FedAvg")[0] == "— 69.09"
+    assert 'title="not run"' in text
+
+
+def test_what_is_partial_says_what_it_lacks(text):
+    assert row(text, "table1", "FedProx")[CIFAR10] == "58.34 ± 0.00 58.43 −0.09 2 of 3 seeds"
+    assert row(text, "table1", "all labels in one place †")[CIFAR10] == "95.00 1 of 3 seeds"
+
+
+def test_other_rounds_are_shown_but_not_compared(text, ledger):
+    shown = row(text, "table1", "FedAvg+FixMatch")[CIFAR10]
+    assert shown == "99.00 61.06 50 rounds instead of 200, 1 of 3 seeds"
+    (claim, *_) = findings(made(ledger, "table1"))
+    assert {pair.low.label for pair in claim.known} == {"FedAvg", "FedProx"}
+
+
+def test_the_best_rival_is_bold_and_no_other(text):
+    table = text.partition('<section id="table1"')[2].partition("</section>")[0]
+    bold = re.findall(r"<b>(.*?)</b>", table)
+    assert bold == ["71.00"]  # neither the reference nor what ran for 50 rounds
+
+
+def test_status_of_each_result(ledger):
+    (section,) = made(ledger, "table1").sections
+    status = {one.name: one.status for one in section.results if one.name.startswith("cifar10-10%")}
+    expected = {"fedavg": "done", "hassle": "done", "fedprox": PARTIAL, "central": PARTIAL, "fixmatch": OTHER}
+    for name, found in status.items():
+        assert found == expected.get(name.removeprefix("cifar10-10%-"), MISSING), name
+
+
+def test_of_several_other_rounds_those_with_the_most_seeds_are_shown(tmp_path):
+    table = by_key("table1")
+    at = [table[f"fmnist-5%-fedavg-{seed}"] for seed in range(2)]
+    ledgers.put(tmp_path, *(ledgers.summary(cell, {"model": 0.5}, rounds=20) for cell in at))
+    ledgers.put(tmp_path, ledgers.summary(at[0], {"model": 0.9}, rounds=100))
+    (section,) = made(tmp_path, "table1", only=("fmnist-5%-fedavg",)).sections
+    assert (section.results[0].rounds, len(section.results[0].runs)) == (20, 2)
+    ledgers.put(tmp_path, ledgers.summary(at[1], {"model": 0.9}, rounds=100))
+    (section,) = made(tmp_path, "table1", only=("fmnist-5%-fedavg",)).sections
+    assert section.results[0].rounds == 100
+
+
+def test_what_was_made_with_other_rounds_is_pale_in_a_figure(tmp_path):
+    its = by_key("gamma")
+    ledgers.put(tmp_path, ledgers.summary(its["0.1-0"], ledgers.hassle(0.5)))
+    assert "faint" not in page(made(tmp_path, "gamma")).partition("</style>")[2]
+    ledgers.put(tmp_path, ledgers.summary(its["0.01-0"], ledgers.hassle(0.5), rounds=9))
+    text = page(made(tmp_path, "gamma")).partition("</style>")[2]
+    assert text.count("faint") == 3 and "What is pale was made with other rounds." in text
+
+
+def test_how_every_number_was_made(text, ledger):
+    found = row(text, "table1", "cifar10-10%-fixmatch")
+    assert found[:3] == ["0 (1 of 3)", "50", "1.0"]
+    assert found[-1] == "fedhassle reproduce table1 --only cifar10-10%-fixmatch --rounds 50"
+    seeds, *_, files, command = row(text, "table1", "cifar10-10%-fedavg")
+    assert seeds == "0–2 (3 of 3)" and command == "fedhassle reproduce table1 --only cifar10-10%-fedavg"
+    assert all((ledger / file).exists() for file in files.split())
+    assert "Some &lt;GPU&gt; &amp; co; fedhassle 9.9, torch 8.8" in text
+
+
+def test_bytes_by_kind_of_client(text):
+    assert row(text, "communication", "HASSLE") == ["1.000", "2.000", "3.000"] * 2
+
+
+def test_what_was_skipped_is_named(text):
+    assert "broken.json" in text and "&lt;img src=x&gt;.json" in text
+
+
+# What it is made of
+
+
+def test_the_page_is_well_formed_and_escapes_everything(text):
+    root = ElementTree.fromstring(text)
+    assert root.tag == "html" and not root.findall(".//script") and not root.findall(".//img")
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    links = [element.get("href") for element in root.iter("a")]
+    assert links and all(link.startswith("#") and link[1:] in ids for link in links)
+    for svg in root.iter("svg"):
+        words = [svg.find(name).get("id") for name in ("title", "desc") if svg.find(name) is not None]
+        assert svg.get("aria-hidden") or svg.get("aria-labelledby") == " ".join(words)
+    heads = [th.get("scope") for th in root.iter("th")]
+    assert heads and set(heads) <= {"row", "col", "colgroup"}
+
+
+def test_the_page_asks_for_nothing(text):
+    assert not re.search(r"https?:|//|@import|url\(", text.replace("<!DOCTYPE html>", ""))
+
+
+def test_every_element_that_is_not_void_is_closed(text):
+    """A browser takes <span/> for an opening tag."""
+    closed = set(re.findall(r"<(\w+)[^<>]*/>", text))
+    assert closed <= {"meta", "line", "path", "rect", "circle"}
+
+
+NASTY = """
+title = '</title><script>alert("&")</script> $x_1$ | `code` \\end{table} %'
+source = "<b>"
+about = "<i>\\u0001"
+show = "bars"
+columns = ["alpha"]
+settings = { data = "cifar10" }
+
+[[axis]]
+name = "alpha"
+label = "<u>"
+choices = [{ id = "<a>", label = "\\u0000<a href='x'>" }]
+
+[[axis]]
+name = "method"
+choices = [{ id = "m&m", label = "m&m|_%" }]
+"""
+
+
+def test_names_may_contain_anything(tmp_path):
+    file = tmp_path / "nasty.toml"
+    file.write_text(NASTY.replace("\\\\", "\\"))
+    (cell,) = cells(read_experiment(str(file)), Narrowing(seeds=1))
+    ledgers.put(tmp_path / "l", ledgers.summary(cell, {"<x>": 0.5, "model": 0.6}, versions={"<v>": "&"}))
+    code, _, err = call("report", file, "--results", tmp_path / "l", "-o", tmp_path / "report.html")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "report.html").read_text("utf-8")
+    root = ElementTree.fromstring(text)
+    assert not root.findall(".//script") and not root.findall(".//a[@href='x']") and not root.findall(".//v")
+    assert "60.00" in text and "\0" not in text
+    words = "".join(root.itertext())
+    assert f"fedhassle reproduce {file} --only '<a>-m&m'" in words and "\ufffd<a href='x'>" in words
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_has_a_page_with_and_without_results(name, tmp_path):
+    """Nothing run; one run; everything run."""
+    every = list(by_key(name).values())
+    sizes = []
+    for part in ([], every[:1], every):
+        ledgers.put(
+            tmp_path,
+            *(
+                ledgers.summary(one, ledgers.hassle(0.5) if one.method == "hassle" else {"model": 0.4})
+                for one in part
+            ),
+        )
+        root = ElementTree.fromstring(page(made(tmp_path, name)))
+        section = root.find(f".//section[@id='{name}']")
+        marks = section.findall(".//rect") + section.findall(".//circle") + section.findall(".//path")
+        sizes.append((len(marks), len(section.findall(".//span[@class='none']"))))
+    assert sizes[0][0] <= sizes[1][0] <= sizes[2][0] > sizes[0][0]  # the more is run, the more is drawn
+    assert sizes[0][1] > 0 and sizes[2][1] == 0  # nothing is missing in the end
+
+
+def test_an_empty_ledger_is_no_error(tmp_path):
+    report = made(tmp_path / "none")
+    assert (report.done, report.runs) == (0, 576)
+    assert {finding.verdict for finding in findings(report)} == {UNKNOWN}
+    ElementTree.fromstring(page(report))
+
+
+# Findings
+
+
+def results_from_the_paper(folder, name):
+    """A ledger of the paper's own figures, each with three equal seeds."""
+    (section,) = made(folder / "none", name).sections
+    for cell in by_key(name).values():
+        printed = section.paper.of(cell.name)
+        scores = {metric.partition(".")[2] or "model": share for metric, share in printed.items()}
+        if scores:
+            ledgers.put(folder, ledgers.summary(cell, scores))
+
+
+@pytest.mark.parametrize("name", ["table1", "table-noniid", "ablation", "residual-structure"])
+def test_the_papers_own_figures_confirm_its_claims(name, tmp_path):
+    """But for one of its suspicious cells: FedAvg+MixMatch on CIFAR-100 with 10 %."""
+    results_from_the_paper(tmp_path, name)
+    for finding in findings(made(tmp_path, name)):
+        broken = [pair for pair in finding.pairs if not pair.holds]
+        if finding.claim.rises == "alpha":
+            assert [(pair.where, pair.high.label) for pair in broken] == [
+                ("CIFAR-100, FedAvg+MixMatch", "0.1")
+            ]
+            assert finding.verdict == IN_PART and len(finding.pairs) == 42
+        else:
+            assert not broken and finding.verdict == CONFIRMED, finding.claim.says
+
+
+def test_a_claim_comes_to_all_its_comparisons(tmp_path):
+    counts = {
+        (one.section.experiment.name, one.claim.says): len(one.pairs) for one in findings(made(tmp_path))
+    }
+    assert counts["table1", "HASSLE is above every rival"] == 9 * 6  # of the paper's, no others
+    assert counts["table1", "EM ≥ UM ≥ SM"] == 9 * 2
+    assert counts["ablation", "GRA helps, with MPA and without"] == 2
+    assert counts["unlabelled-clients", "HASSLE improves with more unlabelled clients"] == 3
+    assert counts["ratio", "UM is below SM up to a ratio of 1"] == 2
+    assert counts["lambda", "λ = 1 is best"] == 5 and counts["gamma", "γ = 0.1 is worst"] == 4
+
+
+def test_verdicts(ledger, tmp_path):
+    rival, order = findings(made(ledger, "table1"))
+    assert rival.verdict == SO_FAR
+    assert rival.numbers.startswith(
+        "holds in 2 of 2 comparisons (54 are asked for), by +9.00 to +12.66 points;"
+    )
+    assert rival.numbers.endswith("2 of 2 gaps exceed the spread over seeds.")  # 9 > √(1 + 4)
+    assert order.verdict == SO_FAR and "by +0.00 to +1.00 points" in order.numbers  # level is no lower
+    gra, mpa, alone, _ = findings(made(ledger, "ablation"))
+    assert {one.verdict for one in (gra, mpa, alone)} == {UNKNOWN}
+    ablation = by_key("ablation")
+    ledgers.put(tmp_path, ledgers.summary(ablation["gra-mpa-0"], ledgers.hassle(0.5)))
+    ledgers.put(tmp_path, ledgers.summary(ablation["no-gra-mpa-0"], ledgers.hassle(0.6)))
+    gra, *_ = findings(made(tmp_path, "ablation"))
+    assert gra.verdict == NOT and "by -10.00 points; single seeds" in gra.numbers
+
+
+# Layout
+
+
+def test_rows_and_columns_follow_the_experiment(ledger):
+    (table,), (ablation,), (ratio,) = (
+        made(ledger, name).sections for name in ("table1", "ablation", "ratio")
+    )
+    assert grid(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(grid(table).lines) == 13
+    assert [line.labels for line in grid(ablation).lines] == [("✗", "✗"), ("✗", "✓"), ("✓", "✗"), ("✓", "✓")]
+    assert grid(ablation).headings == (("SM",), ("UM",), ("EM",))
+    lines = {line.labels: line.entries for line in grid(ratio).lines}
+    assert list(lines) == [("accuracy",), ("SM",), ("UM",), ("EM",)]
+    assert [entry is not None for entry in lines["accuracy",]] == [True] + [False] * 5
+    assert [entry is not None for entry in lines["EM",]] == [False] + [True] * 5
+
+
+def test_references_come_last(ledger):
+    (section,) = made(ledger, "table1").sections
+    assert [line.reference for line in grid(section).lines] == [False] * 11 + [True] * 2
+
+
+def test_the_split_is_that_of_the_paper():
+    """1 full, 9 partial and 10 unlabelled clients of 2,500 images each; a tenth of all labelled."""
+    described = default_split().picture
+    assert "1 full: 2,500 labelled and 0 unlabelled" in described
+    assert "9 partial: 2,500 labelled and 20,000 unlabelled" in described
+    assert "10 unlabelled: 0 labelled and 25,000 unlabelled" in described
+
+
+def test_there_are_enough_letters():
+    found = letters()
+    assert [next(found) for _ in range(28)][-3:] == ["Z", "A1", "B1"]
+
+
+def test_the_results_of_this_repository_make_a_page():
+    report = made(RESULTS)
+    assert not report.skipped and report.done >= 5
+    ElementTree.fromstring(page(report))

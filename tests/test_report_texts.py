@@ -1,0 +1,260 @@
+"""The report in Markdown, CSV and LaTeX, and the tables that the documents of this repository hold."""
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import ledgers
+import pytest
+from small import call
+
+from fedhassle.pages import content, latex, markdown
+from fedhassle.pages.tidy import COLUMNS, tidy
+from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+from fedhassle.reproduce.ledger import Ledger
+
+ROOT = Path(__file__).parents[1]
+
+
+def made(folder, *names, **narrowing):
+    chosen = {name: read_experiment(name) for name in names or experiments()}
+    return content.report(chosen, select(list(chosen.values()), Narrowing(**narrowing)), Ledger(folder))
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory):
+    """Of the ablation a whole cell, a partial, a missing one and one of other rounds; and a broken file."""
+    folder = tmp_path_factory.mktemp("ledger")
+    its = {cell.key: cell for cell in select([read_experiment("ablation")], Narrowing())["ablation"]}
+    for seed in range(3):
+        ledgers.put(folder, ledgers.summary(its[f"gra-mpa-{seed}"], ledgers.hassle(0.70 + 0.01 * seed)))
+    ledgers.put(folder, ledgers.summary(its["no-gra-mpa-1"], ledgers.hassle(0.654321)))
+    ledgers.put(folder, ledgers.summary(its["gra-no-mpa-0"], ledgers.hassle(0.9), rounds=7))
+    (folder / "broken.json").write_text("{")
+    return folder
+
+
+# Documents
+
+
+@pytest.mark.parametrize(("file", "names"), [("README.md", ["table1"]), ("docs/results.md", [])])
+def test_the_documents_show_the_results_as_they_stand(file, names):
+    """If this fails after new results: fedhassle report -o README.md -o docs/results.md."""
+    text = (ROOT / file).read_text("utf-8")
+    assert markdown.renewed(text, made(ROOT / "results", *names)) == text
+
+
+def test_every_link_of_the_results_leads_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "docs/results.md").read_text("utf-8"))
+    assert links and [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+# Markdown
+
+
+def rows(text):
+    """The rows of the tables in a text of Markdown."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_a_table_in_markdown(ledger):
+    (section,) = (report := made(ledger, "ablation")).sections
+    text = markdown.block(section, report)
+    assert rows(text) == [
+        ["GRA", "MPA", "SM", "UM", "EM"],
+        ["---", "---", "--:", "--:", "--:"],
+        ["✗", "✗", "— (57.85)", "— (61.07)", "— (61.86)"],
+        [
+            *("✗", "✓", "63.43 <sub>1 of 3 seeds</sub> (65.04)"),
+            *("64.43 <sub>1 of 3 seeds</sub> (65.98)", "65.43 <sub>1 of 3 seeds</sub> (66.47)"),
+        ],
+        [
+            *("✓", "✗", "88.00 <sub>7 rounds instead of 200, 1 of 3 seeds</sub> (62.11)"),
+            "89.00 <sub>7 rounds instead of 200, 1 of 3 seeds</sub> (64.09)",
+            "90.00 <sub>7 rounds instead of 200, 1 of 3 seeds</sub> (64.54)",
+        ],
+        [
+            *("✓", "✓", "**69.00** ± 1.00 (66.34)", "**70.00** ± 1.00 (67.14)"),
+            "**71.00** ± 1.00 (67.79)",
+        ],
+    ]
+    assert "4 of 12 runs are done." in text and "`fedhassle reproduce ablation`" in text
+
+
+def test_the_whole_report_in_markdown(ledger):
+    text = markdown.markdown(made(ledger))
+    assert text.startswith(markdown.OWN) and "broken.json" in text
+    titles = [read_experiment(name).title for name in experiments()]
+    assert all(f"\n## {markdown.escaped(title)}" in text for title in titles)
+    widths = [len(row) for row in rows(text)]
+    assert set(widths) <= {4, 5, 6, 7, 10, 3}  # no row is broken by what stands in it
+
+
+@pytest.mark.parametrize("nasty", ["a|b", "*a*", "_a_", "`a`", "<b>", "[a](b)", "a\nb", "\\", "# a"])
+def test_markdown_shows_any_text(nasty):
+    text = markdown.escaped(nasty)
+    assert "\n" not in text and not re.search(r"(?<!\\)(\\\\)*[|*_`<\[]", text)
+
+
+def test_only_blocks_of_a_text_of_ones_own_are_renewed(ledger, tmp_path):
+    mine = "# Mine\n\n<!-- ablation -->\nold\n<!-- /ablation -->\n\nmy <!-- table1 --> words\n"
+    path = tmp_path / "mine.md"
+    path.write_text(mine)
+    words = ("report", "ablation", "--results", ledger, "-o", path)
+    assert call(*words)[0] == 0
+    text = path.read_text("utf-8")
+    assert text.startswith("# Mine\n\n<!-- ablation -->\n\n| GRA") and "old" not in text
+    assert text.endswith("<!-- /ablation -->\n\nmy <!-- table1 --> words\n")
+    assert call(*words)[0] == 0 and path.read_text("utf-8") == text
+
+
+def test_a_text_without_a_place_for_it_is_left_alone(ledger, tmp_path):
+    path = tmp_path / "mine.md"
+    path.write_text("# Mine\n")
+    code, _, err = call("report", "ablation", "--results", ledger, "-o", path)
+    assert code == 2 and "nothing was written" in err and "<!-- NAME -->" in err
+    assert path.read_text() == "# Mine\n"
+
+
+def test_a_report_in_markdown_is_written_over(ledger, tmp_path):
+    for names in (("ablation",), ("gamma",)):
+        assert call("report", *names, "--results", ledger, "-o", tmp_path / "r.md")[0] == 0
+    assert "γ" in (tmp_path / "r.md").read_text("utf-8") and "GRA" not in (tmp_path / "r.md").read_text(
+        "utf-8"
+    )
+
+
+# CSV
+
+
+def test_csv_holds_every_figure_in_full(ledger):
+    report = made(ledger, "ablation")
+    lines = list(csv.DictReader(io.StringIO(tidy(report))))
+    assert tuple(lines[0]) == COLUMNS and len(lines) == 12
+    found = {(line["cell"], line["metric"]): line for line in lines}
+    for result in report.sections[0].results:
+        for figure in result.figures:
+            line = found[result.name, figure.metric]
+            assert line["status"] == result.status and int(line["seeds"]) == len(result.runs)
+            assert float(line["paper"]) == pytest.approx(100 * figure.paper)
+            if figure.ours is None:
+                assert line["mean"] == line["std"] == line["difference"] == line["rounds"] == ""
+            else:
+                assert float(line["mean"]) == pytest.approx(100 * figure.ours.mean, rel=1e-14)
+    whole = found["gra-mpa", "accuracy.EM"]
+    assert float(whole["mean"]) == pytest.approx(71) and float(whole["std"]) == pytest.approx(1)
+    assert float(whole["difference"]) == pytest.approx(71 - 67.79) and whole["unit"] == "%"
+    assert whole["choices"] == "gra=gra mpa=mpa" and whole["rounds"] == whole["rounds_wanted"] == "200"
+    other = found["gra-no-mpa", "accuracy.EM"]
+    assert (other["status"], other["rounds"], other["difference"]) == ("other rounds", "7", "")
+    assert other["command"] == "fedhassle reproduce ablation --only gra-no-mpa --rounds 7"
+
+
+def test_csv_has_bytes_in_megabytes(tmp_path):
+    (cell,) = select([read_experiment("communication")], Narrowing(only=("hassle",)))["communication"]
+    ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5)))
+    lines = csv.DictReader(io.StringIO(tidy(made(tmp_path, "communication", only=("hassle",)))))
+    assert [(line["metric"], float(line["mean"]), line["unit"]) for line in lines] == [
+        (f"bytes_{way}.{kind}", number, "MB")
+        for way in ("up", "down")
+        for kind, number in (("full", 1.0), ("partial", 2.0), ("unlabelled", 3.0))
+    ]
+
+
+# LaTeX
+
+
+def test_a_table_in_latex(ledger):
+    (section,) = made(ledger, "ablation").sections
+    lines = latex.table(section).splitlines()
+    assert r"\begin{tabular}{llrrr}" in lines and r"GRA & MPA & SM & UM & EM \\" in lines
+    whole = r"69.00 (66.34, +2.66) & 70.00 (67.14, +2.86) & 71.00 (67.79, +3.21)"
+    expected = re.sub(r"(\d+\.00) ", r"\\textbf{\1} $\\pm$ 1.00 ", whole)
+    assert rf"$\surd$ & $\surd$ & {expected} \\" in lines
+    assert any("90.00* (64.54)" in line for line in lines)  # not compared, but marked
+    assert any("65.43* (66.47, $-$1.04)" in line for line in lines)
+
+
+def test_every_row_in_latex_has_every_column(ledger):
+    text = latex.latex(made(ledger))
+    for table in text.split(r"\begin{tabular}")[1:]:
+        columns = len(re.match(r"\{(l*r*)\}", table)[1])
+        body = [line for line in table.splitlines() if line.endswith(r"\\")]
+        for line in body:
+            cells = re.split(r"(?<!\\)&", line)
+            spans = [int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+            assert len(cells) + sum(spans) == columns, line
+    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == len(experiments())
+
+
+NASTY = r"50 % of $5 & #1_a^b~{c}\end <d> | “é” ✓ λ 漢" + "\0[x]*"
+
+
+def test_latex_shows_any_text():
+    shown = latex.escaped(NASTY)
+    assert shown == (
+        r"50 \% of \$5 \& \#1\_a\textasciicircum{}b\textasciitilde{}\{c\}\textbackslash{}end $<$d$>$ $|$ "
+        r"?é? $\surd$ $\lambda$ ??[x]*"
+    )
+    assert latex.ended([latex.escaped("[x]"), "1"]) == r"{}[x] & 1 \\"
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex on this machine")
+def test_latex_compiles(ledger, tmp_path):
+    body = latex.latex(made(ledger))
+    text = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + body + latex.escaped(NASTY)
+    (tmp_path / "r.tex").write_text(text + r"\end{document}", "utf-8")
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "r.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode(errors="replace")[-2000:]
+
+
+# The command
+
+
+def test_the_command_writes_what_the_suffix_says(ledger, tmp_path):
+    files = [tmp_path / f"deep/r.{suffix}" for suffix in ("html", "md", "csv", "tex")]
+    flags = [word for file in files for word in ("-o", file)]
+    code, out, err = call("report", "ablation", "--results", ledger, *flags)
+    assert (code, err) == (0, "")
+    assert "4 of 12 runs are done" in out and "skipped" in out and out.count("report   ") == 4
+    starts = [file.read_text("utf-8").partition("\n")[0] for file in files]
+    assert starts[:2] == ["<!DOCTYPE html>", markdown.OWN] and starts[2].startswith("experiment,source")
+    assert starts[3].startswith("% Made by")
+
+
+def test_the_page_goes_to_report_html_unless_told_otherwise(ledger, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("report", "gamma", "--results", ledger)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_cells_are_chosen_as_they_are_made(ledger, tmp_path):
+    words = ("--only", "gra-no-mpa", "--rounds", "7", "--seeds", "1", "-o", tmp_path / "r.csv")
+    assert call("report", "ablation", "--results", ledger, *words)[0] == 0
+    lines = list(csv.DictReader((tmp_path / "r.csv").open(encoding="utf-8")))
+    assert {line["cell"] for line in lines} == {"gra-no-mpa"}
+    assert {line["status"] for line in lines} == {"done"} and {line["rounds"] for line in lines} == {"7"}
+    assert lines[0]["command"] == "fedhassle reproduce ablation --only gra-no-mpa rounds=7"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "report.pdf"], "a report ends in one of .html, .md, .csv, .tex, got 'report.pdf'"),
+        (["nosuch"], "unknown experiment 'nosuch'"),
+        (["ablation", "--only", "gre"], "--only 'gre' fits no cell"),
+        (["ablation", "method.gama=1"], "unknown setting|gama"),
+        (["ablation", "-o", "missing.html/r.csv"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(words, message, ledger, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "missing.html").write_text("a file, no folder")
+    code, _, err = call("report", *words, "--results", ledger)
+    assert code == 2 and re.search(message.replace(".", r"\."), err) and "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["missing.html"]
