@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhassle.bench.plain import (
+from fedhassle.bench.plain import Descent, Loss, Trainer, frozen
+from fedhassle.bench.plain_losses import (
     Consistency,
-    Descent,
-    Loss,
     Sum,
-    Trainer,
     Weights,
     agreement,
     fixmatch,
     fixmatch_alone,
     following,
-    frozen,
     labels_between,
     labels_of,
     mixmatch,
