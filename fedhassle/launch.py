@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +25,7 @@ from fedhassle.build import (
     settings_hash,
 )
 from fedhassle.card import model_card
-from fedhassle.config import DEVICES_OWN, Settings, resolve, resolved_device
+from fedhassle.config import DEVICES_OWN, Settings, method_class, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.layout import kind_of
 from fedhassle.data.partition import Split, pooled
@@ -69,6 +69,21 @@ class Run:
         """How long it is, and who takes part."""
         return Plan(self.settings.rounds, self.settings.clients_per_round, self.settings.seed)
 
+    @property
+    def name(self) -> str:
+        """What it is called where several are shown."""
+        return self.folder.path.name
+
+    @property
+    def rounds(self) -> int:
+        """How long it is."""
+        return self.settings.rounds
+
+    @property
+    def headline(self) -> str:
+        """The prediction that stands for it in a line."""
+        return self.method.headline
+
 
 class Identity(NamedTuple):
     """What is known of a run before it is built; runs of one hash and seed are the same run."""
@@ -80,6 +95,7 @@ class Identity(NamedTuple):
     rounds: int
     device: str
     machine: str
+    headline: str = Method.headline
 
     @property
     def key(self) -> tuple[str, int]:
@@ -99,7 +115,13 @@ def identify(requested: Requested) -> Identity:
         settings.rounds,
         settings.device,
         machine(hardware(device, settings.threads)),
+        method_class(settings.method.name).headline,
     )
+
+
+def images(requested: Requested) -> Dataset:
+    """The images of a run, downloaded if need be."""
+    return build_dataset(resolve(requested), progress=False)
 
 
 def claim(requested: Requested, out: Path | None) -> Folder:
@@ -194,8 +216,7 @@ def prepare(folder: Folder, device: str | None = None) -> Run:
 
 def recorded_device(requested: Requested) -> str:
     """The device that settings name; where it is left to the machine, that of this one."""
-    given = [str(layer["device"]) for layer in requested.layers if "device" in layer]
-    named = given[-1] if given else "auto"
+    named = str(requested.top("device", "auto"))
     return resolved_device(named) if named == "auto" else named
 
 
@@ -211,7 +232,7 @@ def recorded(folder: Folder) -> Requested:
         ) from error
 
 
-def carry_out(run: Run, sharing: int = 1) -> Iterator[Step]:
+def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
     """Trains to the end, round by round, then writes the summary, the model and the picture.
 
     `sharing`: how many runs share the process and its GPU, this one included.

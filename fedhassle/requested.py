@@ -34,6 +34,10 @@ class Requested(NamedTuple):
         found = [layer[table][key] for layer in self.layers if key in layer.get(table, {})]
         return str(found[-1]) if found else default
 
+    def top(self, key: str, default: Any) -> Any:
+        """A setting outside tables, from the last layer that has it."""
+        return next((layer[key] for layer in reversed(self.layers) if key in layer), default)
+
 
 def request(config: str | None, *changes: Changes) -> Requested:
     """A layer of a preset or file, and above it one for each of the changes."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,11 +19,27 @@ from fedhassle.streams import STREAMS
 AT_ONCE = 12  # runs that share a GPU, where nobody says how many: each lane takes memory
 
 
+class Begun(Protocol):
+    """What an onlooker wants to know of a run that begins."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def rounds(self) -> int:
+        """How long it is."""
+
+    @property
+    def headline(self) -> str:
+        """The prediction that stands for it in a line."""
+
+
 class Event(NamedTuple):
     """A run that begins, a round of it that ended, or its own end: with an error, or without one."""
 
     run: int  # by its place among the runs
-    begun: Run | None = None
+    begun: Begun | None = None
     step: Step | None = None
     error: BaseException | None = None
 

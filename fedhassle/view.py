@@ -23,12 +23,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fedhassle.launch import Run
 from fedhassle.method import Client
 from fedhassle.report.groups import Group
 from fedhassle.runs import Metrics, Step
 from fedhassle.terminal import say
-from fedhassle.together import Event
+from fedhassle.together import Begun, Event
 
 LABELS = {
     "SM": "SM  supervised + residual",
@@ -98,7 +97,7 @@ class Watched(NamedTuple):
 
 def name_of_folder(event: Event) -> str:
     """A run by the name of its folder."""
-    return event.begun.folder.path.name if event.begun is not None else ""
+    return event.begun.name if event.begun is not None else ""
 
 
 def follow_together(
@@ -134,11 +133,10 @@ def follow_together(
     return sorted(ends, key=lambda end: end.run)
 
 
-def watch(progress: Progress, run: Run, name: str) -> Watched:
+def watch(progress: Progress, run: Begun, name: str) -> Watched:
     """A new line for a run."""
-    rounds = run.settings.rounds
-    task = progress.add_task(name, total=rounds, score="", clients="starting")
-    return Watched(name, task, rounds, run.method.headline)
+    task = progress.add_task(name, total=run.rounds, score="", clients="starting")
+    return Watched(name, task, run.rounds, run.headline)
 
 
 def scores(metrics: Metrics) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,13 @@ def reproduce(
         str | None, typer.Option(help="Stops in time, such as 20m or 1h30m; the same command goes on.")
     ] = None,
     together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU; else 3.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|auto|HOST:PORT",
+            help="Spreads the runs with Ray: over this machine, or over the cluster that it is part of.",
+        ),
+    ] = None,
     results: Results = Path("results"),
     runs: Annotated[
         Path | None, typer.Option(help="Where unfinished runs lie (else runs/reproduce).")
@@ -73,7 +81,7 @@ def reproduce(
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
     if named:
-        make(chosen, narrowing, ledger, console, together=together, runs=runs, budget=seconds)
+        make(chosen, narrowing, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
     else:
         show_list(chosen, narrowing, ledger, console)
 
@@ -97,7 +105,7 @@ def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger
     lacking = [cell for cell in every.values() if cell.identity not in ledger]
     for line in listing(chosen, cells, ledger):
         say(console, line)
-    left = time_left(lacking, ledger)
+    left = time_left(lacking, ledger.seconds)
     say(console, f"{len(every)} runs in all, {len(every) - len(lacking)} done; time left here: {left}")
     say(console, "make one with: fedhassle reproduce NAME")
 
@@ -111,19 +119,17 @@ def make(
     together: int | None,
     runs: Path | None,
     budget: float | None,
+    ray: str | None,
 ) -> None:
     """Trains the cells that are lacking, then shows the figures."""
     from fedhassle.reproduce.experiment import select
-    from fedhassle.reproduce.text import time_left
+    from fedhassle.reproduce.spread import SpreadWork
     from fedhassle.reproduce.work import RUNS, Work
 
     cells = select(chosen, narrowing)
-    work = Work(ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget)
+    options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
+    work = Work(*options) if ray is None else SpreadWork(ray, *options)
     if work.cells:
-        device = work.cells[0].identity.device
-        number = "1 run" if len(work.cells) == 1 else f"{len(work.cells)} runs"
-        about = f"{number} to make on {device}, {work.width} at once"
-        say(console, f"{about}; time left: {time_left(work.cells, ledger)}")
         follow_work(work, console)
     show_figures(chosen, cells, ledger, console)
     left = len(work.left)
@@ -137,6 +143,7 @@ def make(
 
 def follow_work(work: Work, console: Console) -> None:
     """Shows the runs while they train."""
+    from fedhassle.reproduce.text import time_left
     from fedhassle.view import follow_together
 
     def ended(event: Event) -> str:
@@ -149,8 +156,13 @@ def follow_work(work: Work, console: Console) -> None:
         score = 100 * summary["accuracy"][summary["headline"]]["mean_of_last"]
         return f"{count}  {cell}  {summary['headline']} {score:.2f} %  {summary['seconds']:.0f} s"
 
+    number = "1 run" if len(work.cells) == 1 else f"{len(work.cells)} runs"
     try:
-        follow_together(work.carry_out(), console, lambda event: str(work.cell(event)), ended)
+        with work.opened():
+            left = time_left(work.cells, work.seconds)
+            say(console, f"{number} to make {work.about}; time left: {left}")
+            with closing(work.carry_out()) as events:
+                follow_together(events, console, lambda event: str(work.cell(event)), ended)
     except KeyboardInterrupt:
         say(console, "stopped; the same command goes on")
         raise typer.Exit(130) from None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fedhassle.launch import Identity
 from fedhassle.report.groups import Spread
 from fedhassle.reproduce.experiment import Cell, Experiment
 from fedhassle.reproduce.figures import Figure, is_accuracy
@@ -24,13 +25,13 @@ def listing(
     for one in sorted(chosen, key=lambda one: known.index(one.name) if one.name in known else len(known)):
         its = cells[one.name]
         lacking = [cell for cell in its if cell.identity not in ledger]
-        left = time_left(lacking, ledger)
+        left = time_left(lacking, ledger.seconds)
         yield form.format(one.name, one.source, len(its), len(its) - len(lacking), left, one.title)
 
 
-def time_left(cells: Sequence[Cell], ledger: Ledger) -> str:
-    """How long cells take at the speed measured on this machine, as far as that is known."""
-    times = {cell.identity.key: ledger.seconds(cell.identity) for cell in cells}
+def time_left(cells: Sequence[Cell], seconds: Callable[[Identity], float | None]) -> str:
+    """How long cells take by what is known of each, as far as that is known."""
+    times = {cell.identity.key: seconds(cell.identity) for cell in cells}
     measured = [seconds for seconds in times.values() if seconds is not None]
     if not times:
         return "–"

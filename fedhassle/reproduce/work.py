@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fedhassle.build import settings_hash
 from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import locked
-from fedhassle.launch import Run, recorded_device, reopen, start
+from fedhassle.launch import Identity, Run, recorded_device, reopen, start
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.runs import Folder, read_summary
+from fedhassle.runs import Folder, Metrics, read_summary
 from fedhassle.together import Event, carry_out_together
 
 log = logging.getLogger("fedhassle")
+
+J = TypeVar("J")  # a cell, made ready to be trained
 
 RUNS = Path("runs/reproduce")
 SIDE_BY_SIDE = 3  # on a GPU, which one run of small networks does not fill
@@ -93,6 +96,11 @@ class Work:
         self._going: set[int] = set()
 
     @property
+    def about(self) -> str:
+        """Where the cells are made."""
+        return f"on {self.cells[0].identity.device}, {self.width} at once"
+
+    @property
     def left(self) -> list[Cell]:
         """The cells that are still not there, for whatever reason."""
         self.ledger.refresh()
@@ -102,9 +110,17 @@ class Work:
         """The cell that an event is about."""
         return self._taken[event.run].cell
 
-    def carry_out(self) -> Iterator[Event]:
+    def seconds(self, run: Identity) -> float | None:
+        """How long a run takes, by what was measured."""
+        return self.ledger.seconds(run)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """What the work needs around it: nothing, in this process."""
+        return nullcontext()
+
+    def carry_out(self) -> Generator[Event]:
         """Trains cell after cell, for as long as the budget allows."""
-        events = carry_out_together(self._ready(), self.width)
+        events = self._events()
         try:
             for event in events:
                 self._note(event)
@@ -116,22 +132,26 @@ class Work:
             for place in list(self._going):
                 self._settle(place)
 
-    def _ready(self) -> Generator[Run]:
-        """The runs of the cells, each when its turn comes; those of other processes are looked at again."""
-        yield from self._ready_of(self.cells)
-        again, self._elsewhere = self._elsewhere, []
-        yield from self._ready_of(again)
+    def _events(self) -> Generator[Event]:
+        """What happens while the cells are trained; closed, it ends each run after its round."""
+        return carry_out_together(self._ready(prepare), self.width)
 
-    def _ready_of(self, cells: Sequence[Cell]) -> Iterator[Run]:
+    def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
+        """The cells made ready, each when its turn comes; those of other processes are looked at again."""
+        yield from self._ready_of(self.cells, make)
+        again, self._elsewhere = self._elsewhere, []
+        yield from self._ready_of(again, make)
+
+    def _ready_of(self, cells: Sequence[Cell], make: Callable[[Cell, Folder], J]) -> Iterator[J]:
         for cell in cells:
             if not self._clock.allows_start():
                 return
-            run = self._take(cell)
-            if run is not None:
-                yield run
+            job = self._take(cell, make)
+            if job is not None:
+                yield job
 
-    def _take(self, cell: Cell) -> Run | None:
-        """Makes a cell's run ready under its lock; None where nothing is to do, or nothing can be done."""
+    def _take(self, cell: Cell, make: Callable[[Cell, Folder], J]) -> J | None:
+        """Makes a cell ready under its lock; None where nothing is to do, or nothing can be done."""
         with ExitStack() as stack:
             try:
                 lock = self._home(cell).with_suffix(".lock")
@@ -146,18 +166,18 @@ class Work:
                 lock.unlink(missing_ok=True)
                 return None
             try:
-                folder = Folder(self._home(cell))
-                if folder.summary.exists():  # its process ended before it could tell the ledger
-                    self._keep(cell)
+                summary = self._result(cell)
+                if summary is not None:  # its process ended before it could tell the ledger
+                    self._keep(cell, summary)
                     return None
-                run = prepare(cell, folder)
+                job = make(cell, Folder(self._home(cell)))
             except Exception as error:
                 log.warning("%s cannot be run: %s", cell, error)
                 self.failed.append((cell, error))
                 return None
             self._going.add(len(self._taken))
             self._taken.append(Held(cell, stack.pop_all()))
-            return run
+            return job
 
     def _note(self, event: Event) -> None:
         """Takes in what happened."""
@@ -172,21 +192,23 @@ class Work:
         self._going.discard(place)
         held = self._taken[place]
         with held.lock:
-            if Folder(self._home(held.cell)).summary.exists():
-                try:
-                    self._keep(held.cell)
-                except UserError as error:
-                    self.failed.append((held.cell, error))
+            try:
+                summary = self._result(held.cell)
+                if summary is not None:
+                    self._keep(held.cell, summary)
+            except UserError as error:
+                self.failed.append((held.cell, error))
 
-    def _keep(self, cell: Cell) -> None:
+    def _result(self, cell: Cell) -> Metrics | None:
+        """The summary of a cell's run, if that is finished."""
+        return finished(cell, Folder(self._home(cell)))
+
+    def _keep(self, cell: Cell, summary: Metrics) -> None:
         """Tells the ledger of a finished run, then removes what only an unfinished one needs."""
-        home = self._home(cell)
-        summary = read_summary(home)
-        require_own(cell, home, (summary["settings_hash"], summary["seed"]))
         self.ledger.add(summary, min(self.width, len(self.cells)))
         self.done.append(cell)
-        for part in (Folder(home).checkpoints, Folder(home).memory):
-            shutil.rmtree(part, ignore_errors=True)
+        home = self._home(cell)
+        clear(Folder(home))
         home.with_suffix(".lock").unlink(missing_ok=True)  # whoever waits for it finds the cell in the ledger
 
     def _home(self, cell: Cell) -> Path:
@@ -206,6 +228,21 @@ def prepare(cell: Cell, folder: Folder) -> Run:
     run = reopen(folder.path, recorded_device(cell.requested))
     require_own(cell, folder.path, (settings_hash(run.settings, run.dataset, run.split), run.settings.seed))
     return run
+
+
+def finished(cell: Cell, folder: Folder) -> Metrics | None:
+    """The summary in the folder of a cell's run, if it is there."""
+    if not folder.summary.exists():
+        return None
+    summary = read_summary(folder.path)
+    require_own(cell, folder.path, (summary["settings_hash"], summary["seed"]))
+    return summary
+
+
+def clear(folder: Folder) -> None:
+    """Removes what only an unfinished run needs."""
+    for part in (folder.checkpoints, folder.memory):
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def require_own(cell: Cell, path: Path, key: tuple[str, int]) -> None:
