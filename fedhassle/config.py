@@ -7,10 +7,10 @@ import json
 import math
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from fedhassle.engine import LANES
 from fedhassle.errors import UserError
@@ -19,15 +19,21 @@ from fedhassle.methods import METHODS
 from fedhassle.names import find, nearest
 from fedhassle.parallel import available_cores
 from fedhassle.requested import Requested, overlaid
+from fedhassle.track import Tool
 
 M = TypeVar("M", bound=BaseModel)
 
 COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won back (docs/speed.md)
 
-MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic")  # settings of how, not what
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 DEVICES_OWN = ("device", "threads", "precision", "compile")  # those that go with a device
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def listed(value: Any) -> Any:
+    """`a,b` as a list of words; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class DataSettings(BaseModel):
@@ -90,6 +96,9 @@ class Settings(BaseModel):
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
     compile: bool | None = None  # fuse kernels on a GPU, which takes a minute; else where it pays
     deterministic: bool = False  # the same bits in every run on one GPU, at some cost
+    track: Annotated[list[Tool] | None, BeforeValidator(listed)] = (
+        None  # who else is told of every evaluation
+    )
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 

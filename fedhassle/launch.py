@@ -36,12 +36,13 @@ from fedhassle.memory import Memory
 from fedhassle.method import Method
 from fedhassle.provenance import hardware, machine, versions
 from fedhassle.report.curves import draw_curves
-from fedhassle.report.groups import grouped
+from fedhassle.report.groups import flat, grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
 from fedhassle.rounds import Federation, Plan
-from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, conduct, finish
+from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, begin, conduct, finish
 from fedhassle.simulator import Simulator
 from fedhassle.streams import QUIET
+from fedhassle.track import require_installed, tracking
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -105,7 +106,7 @@ class Identity(NamedTuple):
 
 def identify(requested: Requested) -> Identity:
     """Checks settings and says which run they make; no images are loaded, but for a user's own."""
-    settings = resolve(requested)
+    settings = checked(requested)
     device, name = torch.device(settings.device), settings.data.name
     return Identity(
         hash_before(settings),
@@ -122,6 +123,13 @@ def identify(requested: Requested) -> Identity:
 def images(requested: Requested) -> Dataset:
     """The images of a run, downloaded if need be."""
     return build_dataset(resolve(requested), progress=False)
+
+
+def checked(requested: Requested) -> Settings:
+    """Valid settings, whose tools are installed."""
+    settings = resolve(requested)
+    require_installed(settings.track or ())
+    return settings
 
 
 def claim(requested: Requested, out: Path | None) -> Folder:
@@ -201,7 +209,7 @@ def prepare(folder: Folder, device: str | None = None) -> Run:
     if device is not None and resolved_device(device) != recorded_device(requested):
         layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
         requested = Requested((*layers, {"device": device}))
-    settings = resolve(requested)
+    settings = checked(requested)
     dataset = build_dataset(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     split.check(len(dataset.y_train))
@@ -268,13 +276,20 @@ def carry_on(
     """
     for note in run.split.notes:
         log.info("split: %s", note)
-    every = run.settings.evaluate_every
-    yield from conduct(run.folder, run.method, federation, run.plan, evaluate, every, run.device)
-    model = about_model(run)
-    summary = finish(run.folder, run.method, about_run(run) | (about or {}), model)
-    write_text(run.folder.card, model_card(summary, model))
-    draw_curves(grouped([summary]), run.folder.curves)
-    write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
+    every, how = run.settings.evaluate_every, about_run(run) | (about or {})
+    start = begin(run.folder, run.method, run.plan.seed, run.device)
+    with tracking(run.settings.track or (), run.folder) as trackers:
+        trackers.begin(dict(flat(how["settings"])) | {"settings_hash": how["settings_hash"]}, start.history)
+        for step in conduct(run.folder, run.method, federation, run.plan, evaluate, every, start):
+            if step.metrics is not None:
+                trackers.evaluated(step.metrics)
+            yield step
+        model = about_model(run)
+        summary = finish(run.folder, run.method, how, model)
+        write_text(run.folder.card, model_card(summary, model))
+        draw_curves(grouped([summary]), run.folder.curves)
+        write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
+        trackers.end(summary)
 
 
 def record(run: Run) -> None:
@@ -314,6 +329,7 @@ def about_run(run: Run) -> Metrics:
     """How a result came about: all that a table of results needs beside the figures."""
     settings = run.settings.as_toml()
     settings["data"].pop("folder", None)  # where the images lay on this machine is nobody else's business
+    settings.pop("track", None)  # and neither is who looked on
     return {
         "format": 1,
         "method": run.settings.method.name,

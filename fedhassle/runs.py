@@ -83,6 +83,16 @@ class Folder(NamedTuple):
         return self.path / "audit.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files; there with `track=tensorboard` alone."""
+        return self.path / "tensorboard"
+
+    @property
+    def mlflow(self) -> Path:
+        """MLflow's name for the run, and its database if there is no server; with `track=mlflow` alone."""
+        return self.path / "mlflow"
+
+    @property
     def curves(self) -> Path:
         """A picture of the accuracy by round."""
         return self.path / "curves.png"
@@ -125,13 +135,12 @@ def conduct(
     plan: Plan,
     evaluate: Callable[[Arrays, int], Scores | None],
     evaluate_every: int,
-    device: torch.device,
+    start: Checkpoint,
 ) -> Iterator[Step]:
-    """Carries a run to its end, from its last checkpoint if it has one; yields after every round.
+    """Carries a run to its end from where it stands, as `begin` finds it; yields after every round.
 
     Where an evaluation finds nothing, as when no site that can do it is there, the line is left out.
     """
-    start = begin(folder, method, plan.seed, device)
     history, tally = start.history, Tally(method)
     clock = time.perf_counter()
     for done in federate(method, federation, plan, start.state, start.t + 1):

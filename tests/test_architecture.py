@@ -26,7 +26,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"rounds", "evaluate"},
     {"checkpoints"},
     {"runs"},
-    {"simulator"},
+    {"simulator", "track"},
     {"report"},
     {"requested"},
     {"config"},

@@ -265,6 +265,7 @@ ELSEWHERE = {
     "precision": "bf16",
     "compile": True,
     "deterministic": False,
+    "track": ["tensorboard"],
 }
 
 
@@ -283,11 +284,12 @@ def test_a_run_reopened_on_another_device_forgets_the_settings_of_the_first(word
     with pytest.raises(UserError, match="device=cuda: PyTorch finds no CUDA device"):
         reopen(tmp_path / "run")
     settings = reopen(tmp_path / "run", "cpu").settings
-    expected = resolved("device=cpu", "lanes=3")  # a wish that goes with no device stays
+    expected = resolved("device=cpu", "lanes=3", "track=tensorboard")  # wishes that go with no device stay
     assert {name: getattr(settings, name) for name in MACHINE} == {
         name: getattr(expected, name) for name in MACHINE
     }
-    assert settings.model_copy(update={"threads": before.threads, "lanes": before.lanes}) == before
+    as_before = {name: getattr(before, name) for name in ("threads", "lanes", "track")}
+    assert settings.model_copy(update=as_before) == before
 
 
 def test_a_run_reopened_before_it_was_resolved_forgets_them_too(words, tmp_path):

@@ -38,7 +38,8 @@ LABELS = st.one_of(
     st.lists(SCALARS, min_size=5, max_size=7),
 )
 KEYS = [
-    *("rounds", "seed", "clients_per_round", "evaluate_every", "threads", "net", "method", "split", "data"),
+    *("rounds", "seed", "clients_per_round", "evaluate_every", "threads", "track", "net", "method", "split"),
+    "data",
     *(f"data.{k}" for k in ("holdout", "mean", "std", "flip", "crop", "folder", "name", "name.x")),
     *(
         f"split.{k}"

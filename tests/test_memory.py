@@ -21,7 +21,7 @@ from fedhassle.memory import Memory
 from fedhassle.method import Descent
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.rounds import Plan, federate
-from fedhassle.runs import Folder, Scores, conduct
+from fedhassle.runs import Folder, Scores, begin, conduct
 from fedhassle.simulator import Simulator
 from fedhassle.vectors import all_finite
 
@@ -306,8 +306,9 @@ def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, 
     """A run in a folder, begun or gone on with, step by step."""
     federation = Simulator(data, split, 0, ENGINE, 1, Memory(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
+    start = begin(Folder(folder), method, plan.seed, CPU)
     return conduct(
-        Folder(folder), method, federation, plan, lambda state, t: Scores({"model": 0.5}), every, CPU
+        Folder(folder), method, federation, plan, lambda state, t: Scores({"model": 0.5}), every, start
     )
 
 
@@ -484,7 +485,8 @@ def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path,
     monkeypatch.setattr(fedhassle.memory, "round_files", lambda home: looks.append(home) or look(home))
     drawn = set()
     evaluate = lambda state, t: Scores({"model": 0.5})  # noqa: E731
-    for step in conduct(Folder(tmp_path), PULLED, simulator, Plan(4, 100, 0), evaluate, 1, CPU):
+    start = begin(Folder(tmp_path), PULLED, 0, CPU)
+    for step in conduct(Folder(tmp_path), PULLED, simulator, Plan(4, 100, 0), evaluate, 1, start):
         drawn |= {client.name for client in step.clients}
         assert len(step.clients) == 100 and len(looks) < 250
         looks.clear()

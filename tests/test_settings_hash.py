@@ -29,7 +29,13 @@ def test_the_hash_is_the_same_on_every_machine(monkeypatch):
     """However many lanes, in any precision, compiled or not: what is trained is the same."""
     dataset = small.dataset()
     base = hash_of(dataset, "device=cpu")
-    on_cpu = [("lanes=3",), ("precision=fp32",), ("compile=false",), ("deterministic=true",)]
+    on_cpu = [
+        ("lanes=3",),
+        ("precision=fp32",),
+        ("compile=false",),
+        ("deterministic=true",),
+        ("track=mlflow",),
+    ]
     assert {hash_of(dataset, "device=cpu", *words) for words in on_cpu} == {base}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)

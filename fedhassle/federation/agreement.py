@@ -28,7 +28,7 @@ FORMAT = 1
 ELSEWHERE = ("data", "split")  # tables of a simulated run that a federation has no use for in [run]
 # Settings of [run] that sites need not share: those of the server alone, and those of a machine.
 SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed")
-MACHINES_OWN = ("device", "threads", "lanes", "precision", "compile", "deterministic")
+MACHINES_OWN = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")
 LARGEST_SIDE = 4096
 MOST_SITES = 1_000_000
 WEEK = 7 * 24 * 3600

@@ -30,6 +30,7 @@ from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
 from fedhassle.requested import parsed
 from fedhassle.runs import Folder, Scores, Step
+from fedhassle.track import require_installed
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -86,6 +87,7 @@ def prepared(folder: Folder, terms: Terms, sites: int) -> Run:
         settings = recorded_settings(parsed(folder.config.read_text("utf-8"), str(folder.config)))
     else:
         settings = run_settings(terms)
+    require_installed(settings.track or ())
     dataset = described(terms)
     of_run = {"rounds": settings.rounds, "share": min(1.0, settings.clients_per_round / sites)}
     name, values = settings.method.name, settings.method.settings
