@@ -66,6 +66,8 @@ def model_card(summary: Mapping[str, Any], about: Mapping[str, Any], file: str =
 
 def tested_on(summary: Mapping[str, Any]) -> str:
     """The images that accuracies were measured on."""
+    if "sites" in summary:
+        return "the validation images that the sites keep"
     held = summary["settings"]["data"].get("holdout")
     kind = f"{held:.0%} of the training images" if held else "the test images"
     return f"{kind} of {cell(summary['data'])}"
@@ -75,6 +77,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
     """What trained the model, a line each."""
     channels, height, width = about["shape"]
     settings, machine = summary["settings"], summary["hardware"]
+    place = "the sites' own machines" if "sites" in summary else machine["gpu"] or machine["cpu"]
     return {
         "classes": listed(about["class_names"]),
         "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}; normalised with mean "
@@ -82,11 +85,11 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
         "sites": sites(about["sites"]),
-        "split": f"{split(settings['split'])}; sha256 {summary['split_hash'][:12]}…",
-        "rounds": f"{summary['rounds']}, {settings['clients_per_round']} sites in each",
+        "split": split(summary),
+        "rounds": f"{summary['rounds']}, {drawn(summary)} sites in each",
         "seed": str(summary["seed"]),
         "precision": str(settings["precision"]),
-        "trained on": f"{machine['gpu'] or machine['cpu']} in {summary['seconds'] / 60:.1f} minutes",
+        "trained on": f"{place} in {summary['seconds'] / 60:.1f} minutes",
         "versions": ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
         "settings": f"hash {summary['settings_hash']}; all of them in `config.toml`",
     }
@@ -99,11 +102,20 @@ def sites(counts: Mapping[str, int]) -> str:
     return f"{sum(counts[kind] for kind in ('full', 'partial', 'unlabelled'))} ({kinds}); {samples}"
 
 
-def split(settings: Mapping[str, Any]) -> str:
+def drawn(summary: Mapping[str, Any]) -> int:
+    """How many sites take part in a round."""
+    wanted: int = summary["settings"]["clients_per_round"]
+    return min(wanted, len(summary["sites"])) if "sites" in summary else wanted
+
+
+def split(summary: Mapping[str, Any]) -> str:
     """How the images were divided."""
-    if settings.get("file"):
-        return "from a file"
-    return ", ".join(f"{key}={settings[key]}" for key in ("kind", "annotation", "labels", "alpha"))
+    if "sites" in summary:  # of a real federation
+        return "none: each site has its own images"
+    settings = summary["settings"]["split"]
+    keys = ("kind", "annotation", "labels", "alpha")
+    made = "from a file" if settings.get("file") else ", ".join(f"{key}={settings[key]}" for key in keys)
+    return f"{made}; sha256 {summary['split_hash'][:12]}…"
 
 
 def listed(names: Sequence[str]) -> str:

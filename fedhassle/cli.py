@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from fedhassle.commands import about, models, report, reproduce, site, split, train
+from fedhassle.commands import (
+    about,
+    federation,
+    federation_demo,
+    federation_setup,
+    models,
+    report,
+    reproduce,
+    site,
+    split,
+    train,
+)
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
 
@@ -20,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
+federation_app = typer.Typer(help="A real federation: sites on machines of their own.", no_args_is_help=True)
 
 for command in (
     *(train.run, train.resume, train.compare, split.split),
@@ -30,6 +42,12 @@ for command in (
 app.add_typer(data_app, name="data")
 data_app.command("list")(about.data_list)
 data_app.command("check")(site.check)
+app.add_typer(federation_app, name="federation")
+for part in (
+    *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),
+    *(federation.server, federation.node, federation.run, federation.status, federation_demo.demo),
+):
+    federation_app.command()(part)
 
 
 def show_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,17 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def wait_until_free(folder: Path, seconds: float = 30.0) -> None:
+    """Waits until no process is at work in a folder; not for ever."""
+    deadline = time.monotonic() + seconds
+    while folder.exists() and time.monotonic() < deadline:
+        try:
+            with locked(folder):
+                return
+        except BusyError:
+            time.sleep(0.1)
 
 
 def file_name(text: str) -> str:

@@ -59,6 +59,7 @@ class Run:
     dataset: Dataset
     split: Split
     method: Method
+    told: tuple[tuple[int, int], ...] = ()  # labelled and unlabelled images by site, where no split says it
 
     @property
     def device(self) -> torch.device:
@@ -198,6 +199,10 @@ def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = 
 def reopen(path: Path, device: str | None = None) -> Run:
     """A run that was cut, from whatever it left behind; `device` where it is not the one it began on."""
     folder = Folder(path)
+    if folder.audit.exists():
+        raise UserError(
+            f"{path} is a federation's run: it goes on with fedhassle federation run FOLDER --out {path}"
+        )
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     return prepare(folder, device)
@@ -354,14 +359,18 @@ def about_model(run: Run) -> dict[str, Any]:
         "mean": list(run.dataset.mean),
         "std": list(run.dataset.std),
         "headline": run.method.headline,
-        "sites": site_counts(run.split),
+        "sites": site_counts(run.told or held(run.split)),
         "versions": versions(),
     }
 
 
-def site_counts(split: Split) -> dict[str, int]:
+def held(split: Split) -> tuple[tuple[int, int], ...]:
+    """How many labelled and unlabelled images each client of a split holds."""
+    return tuple((len(a), len(b)) for a, b in zip(split.labelled, split.unlabelled, strict=True))
+
+
+def site_counts(counts: Sequence[tuple[int, int]]) -> dict[str, int]:
     """How many clients there are of each kind, and the images that they hold with and without labels."""
-    labelled, unlabelled = ([len(rows) for rows in part] for part in (split.labelled, split.unlabelled))
-    found: list[str] = [kind_of(*counts) for counts in zip(labelled, unlabelled, strict=True)]
-    images = {"labelled_images": sum(labelled), "unlabelled_images": sum(unlabelled)}
+    found: list[str] = [kind_of(*pair) for pair in counts]
+    images = {"labelled_images": sum(a for a, _ in counts), "unlabelled_images": sum(b for _, b in counts)}
     return {kind: found.count(kind) for kind in KINDS} | images

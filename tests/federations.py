@@ -7,43 +7,24 @@ import small
 
 from fedhassle.data.partition import Split
 from fedhassle.engine import Engine
+from fedhassle.federation.agreement import Agreement, DataTerms, Rules
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Answer, Node, from_records, to_records
 from fedhassle.federation.node import SiteNode
 from fedhassle.federation.server import FlowerFederation
 from fedhassle.federation.sites import Clock, Sites
-from fedhassle.federation.terms import read_terms
+from fedhassle.requested import parsed
 
 ENGINE = Engine(small.CPU)
 NET = "small:ConvNet"
 
 
-def terms(validation=0.0, rules="", run="", coarse=False, side=small.SIDE):
-    """The terms of a federation on the images of `small.dataset`."""
-    return read_terms(
-        f"""
-        format = 1
-        name = "small"
-        address = "127.0.0.1:9"
-        [data]
-        class_names = ["a", "b", "c", "d"]
-        height = {side}
-        width = {side}
-        channels = 1
-        mean = [0.5]
-        std = [0.25]
-        validation = {validation}
-        coarse_counts = {str(coarse).lower()}
-        [run]
-        net = "{NET}"
-        {run}
-        [rules]
-        minimum_sites = 2
-        timeout = 60
-        wait = 120
-        {rules}
-        """.replace("        minimum_sites = 2\n", "" if "minimum_sites" in rules else "minimum_sites = 2\n")
-    )
+def terms(validation=0.0, run="", coarse=False, **rules):
+    """The agreement of a federation on the images of `small.dataset`; `run`: more settings, as TOML."""
+    side = small.SIDE
+    data = DataTerms(("a", "b", "c", "d"), side, side, 1, (0.5,), (0.25,), False, 0, validation, coarse)
+    settings = {"net": NET, **parsed(run, "run")}
+    return Agreement("small", "127.0.0.1:9", data, settings, Rules(**{"timeout": 60, "wait": 120} | rules))
 
 
 def held(data, split=small.SPLIT):
@@ -129,7 +110,7 @@ def federation(folder, method, name, data=None, agreed=None, split=small.SPLIT, 
         for k, (x, y) in held(small.dataset() if data is None else data, split).items()
     }
     grid = FakeGrid({k: node.answer for k, node in nodes.items()})
-    sites = Sites(grid, agreed.agreed, agreed.rules, Audit(folder / "audit.jsonl"), Flying().clock)
+    sites = Sites(grid, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
     plan = {"run": "abc", "method": {"name": name, **(settings or {})}, "net": NET, "seed": 0}
     return FlowerFederation(sites, plan), grid
 

@@ -60,9 +60,8 @@ CONFIGURED = {
     "launch.py",
     "model.py",
     "split.py",
-    "federation_setup.py",
     "terms.py",
-}  # split.py: to show a split before a run; federation's: to check [run] before all agree on it
+}  # split.py: to show a split before a run; terms.py: to check [run] before all agree on it
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 

@@ -60,6 +60,17 @@ def test_the_card_says_what_it_was_tested_on(made):
     assert "On 10% of the training images of small.npz" in model_card(held, about)
 
 
+def test_the_card_of_a_federations_model_knows_its_sites(made):
+    """Who holds what is not the server's to say, and the figures are the sites' own."""
+    summary, about = made
+    card = model_card({**summary, "sites": {"north": {}, "south": {}, "east": {}}}, about)
+    found = facts(card)
+    assert found["split"] == "none: each site has its own images"
+    assert found["rounds"] == "4, 3 sites in each"
+    assert found["trained on"].startswith("the sites' own machines in ")
+    assert "On the validation images that the sites keep, which took no part in training" in card
+
+
 def test_the_limits_are_two_sentences(made):
     text = model_card(*made)
     limits = text[text.index("## Intended use and limits") :].split("\n\n")[1]

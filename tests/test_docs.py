@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import small
+from typer.main import get_command
 
 import fedhassle
 import fedhassle.method
+from fedhassle.cli import app
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = re.findall(
@@ -62,6 +64,24 @@ def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch
     for file in ("first.csv", "first.json", "first.png", "sm.onnx", "runs/first/model.onnx"):
         assert (tmp_path / file).stat().st_size > 1000
     assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
+
+
+def test_the_commands_of_the_guide_to_a_federation_parse():
+    text = (ROOT / "docs/federation.md").read_text("utf-8")
+    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    shown = set()
+    for line in filter(None, lines):
+        program, *words = shlex.split(line, comments=True)
+        command = get_command(app)
+        assert program == "fedhassle"
+        while hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        with command.make_context(command.name, words):
+            shown.add(command.name)
+    assert shown == {"init", "join", "admit", "server", "node", "status", "run", "predict"}
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert {link[1:] for link in re.findall(r"\]\((#[^)]+)\)", text)} <= anchors
 
 
 QUOTES = re.findall(

@@ -8,17 +8,23 @@ import sys
 import time
 from importlib import import_module
 
+import federations
 import httpx
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedhassle.errors import UserError
 from fedhassle.federation import pace, processes
+from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.audit import Audit
+from fedhassle.federation.clientapp import site_node
 from fedhassle.federation.grid import from_records, to_records
 from fedhassle.federation.messages import (
     Content,
@@ -318,3 +324,39 @@ def test_flowers_processes_send_nothing_to_its_makers(tmp_path):
     made = processes.environment(tmp_path)
     assert (made["FLWR_TELEMETRY_ENABLED"], made["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert made["FLWR_HOME"] == str(tmp_path) and json.dumps(made)
+
+
+# A site's own images
+
+
+def test_a_node_reads_a_folder_once_and_names_what_is_wrong_with_it(tmp_path, caplog):
+    """Pictures by class and without, one that is broken and one in colours, with a quote in their path."""
+    folder = tmp_path / 'images "of" ours'
+    rng = np.random.default_rng(0)
+    for name in ("a/1.png", "a/2.png", "b/3.png", "unlabelled/4.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (12, 12), np.uint8)).save(folder / name)
+    Image.new("RGB", (12, 12)).save(folder / "b" / "colour.png")
+    (folder / "b" / "broken.png").write_bytes(b"\x89PNG")
+    terms = federations.terms()
+    write_agreement(terms, tmp_path / "federation.toml")
+    config = {"site": "north", "data": str(folder), "file": str(tmp_path / "federation.toml")}
+    with caplog.at_level("INFO", "fedhassle"):
+        node = site_node({**config, "memory": str(tmp_path / "memory"), "device": "cpu"})
+    assert (node.client.labelled, node.client.unlabelled) == (4, 1)
+    assert [node.dataset.class_names[k] for k in node.dataset.y_train if k >= 0] == ["a", "a", "b", "b"]
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("skipped b/broken.png: ") for line in said)
+    assert any(line.startswith("converted: ") and "b/colour.png" in line for line in said)
+    with pytest.raises(UserError, match="lacks data, memory"):
+        site_node({"site": "north", "file": "x"})
+    (folder / "a").rename(folder / "cow")
+    with pytest.raises(UserError, match="'cow' is none of the classes"):
+        site_node({**config, "memory": str(tmp_path / "memory")})
+
+
+def test_the_words_of_a_node_are_read_from_a_file_whatever_they_hold(tmp_path):
+    """Paths may hold what would break a line of words."""
+    words = {"site": "north", "data": """/a b/it's "x"=y.toml""", "threads": 2}
+    (tmp_path / "node.toml").write_text(tomli_w.dumps(words))
+    assert parse_config_args([str(tmp_path / "node.toml")]) == words

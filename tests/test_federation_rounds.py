@@ -162,6 +162,35 @@ def test_a_late_site_is_not_asked_again_before_it_has_answered(tmp_path):
     assert "back" in [event["event"] for event in here.audit.read()]
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_a_site_that_leaves_in_mid_round_is_not_waited_for_to_the_end(back, tmp_path):
+    """One whose line is broken for ten seconds is."""
+    agreed = terms(timeout=3000)
+    method = made("fedavg")
+    here, grid = federation(tmp_path, method, "fedavg", agreed=agreed, split=FEW, settings=SHORT)
+    clock, late = here.sites.clock, {}
+
+    def leave(answer, content):
+        grid.gone = {"client 2"}
+        late[f"letter {len(grid.letters) - 1}"] = answer(content)
+
+    def pause(seconds):
+        clock.pause(seconds)
+        if back and clock.now() > 10:
+            grid.gone = set()
+        if clock.now() > 30:
+            grid.answers |= late
+
+    grid.behaviour["client 2", "train"] = leave
+    here.sites.clock = clock._replace(pause=pause)
+    done = next(federate(method, here, Plan(1, 3, 0), method.initial(0)))
+    names = [reply.update.client.name for reply in done.replies]
+    assert names == ["client 1", *(["client 2"] if back else []), "client 3"]
+    assert clock.now() < 60
+    said = [event["why"] for event in here.audit.read() if event["event"] == "failed"]
+    assert said == ([] if back else ["its node is gone, or has started anew"])
+
+
 def test_who_leaves_and_comes_back_is_asked_anew_who_it_is(tmp_path):
     method = made("fedavg")
     here, grid = federation(tmp_path, method, "fedavg", split=FEW, settings=SHORT)
@@ -285,7 +314,7 @@ def test_a_run_taken_up_from_a_round_ends_in_the_same_bits(name, tmp_path):
         if done.t == 2:
             first.prune([2])
     agreed = terms()
-    sites = Sites(grid, agreed.agreed, agreed.rules, first.audit, Flying().clock)
+    sites = Sites(grid, agreed, first.audit, Flying().clock)
     second = FlowerFederation(sites, first.plan, first.memory)
     again = {done.t: done.state for done in federate(method, second, plan, states[2], first=3)}
     assert sorted(again) == [3, 4] and all(small.same(again[t], states[t]) for t in again)

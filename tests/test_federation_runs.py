@@ -12,7 +12,7 @@ import fedhassle
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
 from fedhassle.federation.coordinate import coordinate
-from fedhassle.federation.following import followed
+from fedhassle.federation.following import Seen, followed, so_far
 from fedhassle.runs import Folder
 
 RUN = """
@@ -63,7 +63,10 @@ def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp
     summary = summary_of(tmp_path / "run")
     assert summary["data"] == "small" and summary["rounds"] == 4
     assert set(summary["sites"]) == {"client 1", "client 2", "client 3"}
+    assert summary["settings"]["method"]["partial"] == "mixed"
     loaded = fedhassle.load(tmp_path / "run" / "model.safetensors", allow_import=True)
+    counts = loaded.about["sites"]
+    assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)
     assert loaded.predict(small.dataset().x_test[:3]).classes.shape == (3,)
 
 
@@ -73,13 +76,13 @@ def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
     first = coordinate(grid, agreed, folder.path, None, Flying().clock)
     expected = [next(first), next(first)]
     first.close()
-    seen = len(events_of(folder.path))
+    seen = so_far(folder)
     second = coordinate(grid, agreed, folder.path, None, Flying().clock)
 
     def meanwhile(seconds):
         expected.extend([step] if (step := next(second, None)) else [])
 
-    watched = list(followed(folder, 0, lambda: True, meanwhile))
+    watched = list(followed(folder, Seen(), lambda: True, pause=meanwhile))
     assert watched == expected and [step.t for step in watched] == [1, 2, 3, 4]
     assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
 
@@ -90,9 +93,9 @@ def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
     next(steps)
     steps.close()
     with pytest.raises(UserError, match="ended without a word"):
-        list(followed(folder, 0, lambda: False, lambda seconds: None))
+        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
     grid.gone = set(grid.sites)
-    seen = len(events_of(folder.path))
+    seen = so_far(folder)
     with pytest.raises(UserError):
         carried_out(folder.path, agreed, grid)
     with pytest.raises(UserError, match="the run has stopped: after 120 s too few sites"):
@@ -198,10 +201,13 @@ def test_a_method_that_pools_data_is_no_federations(tmp_path):
         carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
 
 
-def test_a_run_does_not_go_on_with_other_data(agreed, tmp_path):
+@pytest.mark.parametrize(
+    "other",
+    [terms(validation=0.2, run=RUN), terms(validation=0.3, run=RUN.replace("batch = 8", "batch = 4"))],
+)
+def test_a_run_does_not_go_on_with_another_agreement(other, agreed, tmp_path):
     steps = coordinate(network(tmp_path / "a", agreed), agreed, tmp_path / "run", None, Flying().clock)
     next(steps)
     steps.close()
-    other = terms(validation=0.2, run=RUN)
     with pytest.raises(UserError, match="has changed since this run began"):
         carried_out(tmp_path / "run", other, network(tmp_path / "b", other))

@@ -165,6 +165,7 @@ BAD = {
     "no folder": (("--from-folder", "nowhere"), "nowhere does not exist"),
     "labels of nothing": ((*CLASSES, "--labels", "x.csv"), "--labels goes with --from-folder"),
     "no such setting": ((*CLASSES, "round=3"), "did you mean 'rounds'?"),
+    "all data in one place": ((*CLASSES, "method=central"), "needs all data in one place"),
     "no such method": ((*CLASSES, "method=fedavgg"), "did you mean 'fedavg'?"),
     "a setting of the simulator": ((*CLASSES, "split.alpha=1"), "run.split has no place here"),
     "no setting": ((*CLASSES, "fedavg"), "KEY=VALUE"),
@@ -265,8 +266,11 @@ def test_sites_come_and_go(coordinator, tmp_path):
     assert code == 0 and "already" in out and (coordinator / "sites.toml").read_bytes() == before
     code, out, _ = call("expel", "north", *where)
     assert code == 0 and "north is expelled" in out and list(admitted(coordinator)) == ["south"]
-    assert call("admit", "east", north, "--federation", coordinator / "federation.toml")[0] == 0
-    assert list(admitted(coordinator)) == ["east", "south"]
+    code, _, err = call("admit", "north", north, *where)
+    assert code == 2 and "this key was expelled on 20" in err and "joins again for a new one" in err
+    another = public(tmp_path, "another")
+    assert call("admit", "north", another, "--federation", coordinator / "federation.toml")[0] == 0
+    assert list(admitted(coordinator)) == ["north", "south"]
 
 
 def test_names_and_keys_occur_once(coordinator, tmp_path):
@@ -302,6 +306,7 @@ def test_only_public_keys_are_admitted(coordinator, tmp_path):
     "text",
     [
         *("x = = 1", "format = 1", "format = 2\n[sites]", "format = 1\nsites = 3"),
+        *("format = 1\n[sites]\n[[expelled]]\nkey = 'x'", "format = 1\nexpelled = 3\n[sites]"),
         *("format = 1\n[sites.a]\nkey = 'x'", "format = 1\n[sites.a]\nkey = 1\nsince = 'x'"),
         *(
             "format = 1\n[sites.a]\nkey = 'x'\nsince = 'x'",

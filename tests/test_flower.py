@@ -1,7 +1,5 @@
 """A real federation on loopback: a SuperLink and three SuperNodes, with TLS and keys; and what can happen."""
 
-import datetime
-import ipaddress
 import json
 import os
 import signal
@@ -13,138 +11,84 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small
+import tomli_w
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives import serialization as written
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from fedhassle.build import build_method, build_net
 from fedhassle.data.partition import Split
-from fedhassle.federation import processes
-from fedhassle.federation.node import load_site, parted
-from fedhassle.federation.processes import Tls
-from fedhassle.federation.terms import dataset_of, read_terms, run_settings
+from fedhassle.data.site import read_site
+from fedhassle.errors import UserError
+from fedhassle.federation import hosting, processes
+from fedhassle.federation.admission import admit_site, admitted, expel_site
+from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
+from fedhassle.federation.control import register, registered, runs, stop
+from fedhassle.federation.found import found_federation
+from fedhassle.federation.keys import make_site_key, read_public_key
+from fedhassle.federation.node import parted
+from fedhassle.federation.terms import dataset_of, run_settings
+from fedhassle.files import wait_until_free
 from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
-LIMIT = 90.0  # seconds for anything that is waited for
+LIMIT = 150.0  # seconds for anything that is waited for
 SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
 ROGUE = "partial"
-
-
-# Certificates and keys
-
-
-def private(key, form):
-    return key.private_bytes(written.Encoding.PEM, form, written.NoEncryption())
-
-
-def signed(subject, issuer, key, signer, extension, critical=False):
-    now, days = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=2)
-    made = x509.CertificateBuilder().serial_number(x509.random_serial_number())
-    made = made.subject_name(named(subject)).issuer_name(named(issuer)).public_key(key.public_key())
-    made = made.not_valid_before(now - days).not_valid_after(now + days)
-    return made.add_extension(extension, critical).sign(signer, hashes.SHA256())
-
-
-def named(name):
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def make_tls(folder):
-    folder.mkdir()
-    root, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    ca = signed("ca", "ca", root, root, x509.BasicConstraints(True, None), critical=True)
-    tls = Tls(folder / "ca.crt", folder / "server.crt", folder / "server.key")
-    tls.ca.write_bytes(ca.public_bytes(written.Encoding.PEM))
-    leaf = signed("server", "ca", server, root, here)
-    tls.certificate.write_bytes(leaf.public_bytes(written.Encoding.PEM))
-    tls.key.write_bytes(private(server, written.PrivateFormat.PKCS8))
-    return tls
-
-
-def make_key(path):
-    key = ec.generate_private_key(ec.SECP384R1())
-    path.write_bytes(private(key, written.PrivateFormat.OpenSSH))
-    public = key.public_key().public_bytes(written.Encoding.OpenSSH, written.PublicFormat.OpenSSH)
-    path.with_suffix(".pub").write_bytes(public)
-    return path
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 # A deployment
 
 
+DATA = DataTerms(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,), flip=True, crop=0, validation=0.2)
+
+
+def agreement(address, rounds=3, every=3, minimum=2, timeout=60):
+    method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
+    run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method}
+    return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT))
+
+
 class Deployment:
-    """A SuperLink and its nodes, each of which can be started and killed."""
+    """A server and its nodes, each of which can be started and killed."""
 
     def __init__(self, folder):
-        self.folder, self.home, self.port = folder, folder / "flwr", free_port()
+        self.folder, self.port = folder, processes.free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.tls = make_tls(folder / "tls")
-        self.stack, self.nodes = ExitStack(), {}
+        self.files = found_federation(agreement(self.address), folder / "federation")
+        self.stack, self.server, self.nodes = ExitStack(), ExitStack(), {}
+        self.stack.enter_context(self.server)
         rng = np.random.default_rng(0)
         centres = rng.integers(60, 196, (4, 28, 28, 1))
         for name, labelled in SITES.items():
             y = np.arange(40) % 4
             x = np.clip(centres[y] + rng.normal(0, 25, (40, 28, 28, 1)), 0, 255).astype(np.uint8)
             np.savez(folder / f"{name}.npz", x=x, y=np.where(np.arange(40) < labelled, y, -1))
-        self.file("plain")  # what nodes are given
 
-    def file(self, name, rounds=3, every=3, minimum=2, timeout=60):
-        path = self.folder / f"{name}.toml"
-        path.write_text(f"""
-            format = 1
-            name = "loopback"
-            address = "{self.address}"
-            [data]
-            class_names = ["a", "b", "c", "d"]
-            height = 28
-            width = 28
-            channels = 1
-            mean = [0.5]
-            std = [0.25]
-            flip = true
-            validation = 0.2
-            [run]
-            rounds = {rounds}
-            evaluate_every = {every}
-            seed = 5
-            net = "lenet"
-            method = {{name = "hassle", epochs = 1, batch = 8, residual_steps = 2}}
-            [rules]
-            minimum_sites = {minimum}
-            timeout = {timeout}
-            wait = {LIMIT}
-            """)
-        return path
+    def key(self, name):
+        """A site's key pair; its public key as a line."""
+        make_site_key(self.files.site_key(name), self.files.site_public(name), name)
+        return read_public_key(self.files.site_public(name))
 
     def start_link(self):
-        command = processes.superlink_command(self.tls, self.port, self.folder / "state.db")
-        log = self.folder / "superlink.log"
-        self.link = self.stack.enter_context(processes.running(command, self.home, log))
-        processes.connect(self.home, self.address, self.tls.ca)
-        processes.wait_until_ready(self.home, self.link, log)
+        self.server.close()
+        self.link = self.server.enter_context(hosting.hosted(self.files))
+        self.let_in()
 
-    def start_node(self, name, key=None):
-        about = {"site": name, "data": str(self.folder / f"{name}.npz")}
-        about |= {"file": str(self.folder / "plain.toml"), "memory": str(self.folder / f"{name}.memory")}
-        key = key or self.folder / f"{name}.key"
-        command = processes.supernode_command(self.address, self.tls.ca, key, free_port(), about)
+    def let_in(self):
+        return list(hosting.let_in(hosting.link_of(self.files), admitted(self.files.path)))
+
+    def start_node(self, name, known_as=None):
+        """A node as `fedhassle federation node` starts it; the one of the rogue misbehaves when told."""
+        config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
+        about = {"site": name, "data": str(self.folder / f"{name}.npz"), "file": str(self.files.agreement)}
+        config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
+        key = self.files.site_key(known_as)
+        command = processes.supernode_command(self.address, self.files.ca, key, config)
         if name == ROGUE:
             command[2] = "rogue"
-        log = self.folder / f"{key.stem}.log"
-        return self.stack.enter_context(processes.running(command, self.home, log))
+        log = self.folder / f"{known_as}.log"
+        return self.stack.enter_context(processes.running(command, self.folder / "flwr", log))
 
     def ensure_nodes(self):
         for name in SITES:
@@ -156,7 +100,10 @@ class Deployment:
 
     def submit(self, name, **rules):
         self.ensure_nodes()
-        return processes.submit(self.home, self.file(name, **rules), self.folder / name)
+        self.before = len(self.events(name))
+        write_agreement(agreement(self.address, **rules), self.folder / f"{name}.run" / "federation.toml")
+        file = self.folder / f"{name}.run" / "federation.toml"
+        return processes.submit(hosting.flower_home(self.files), file, self.folder / name)
 
     def events(self, name, *kinds):
         path = self.folder / name / "audit.jsonl"
@@ -167,10 +114,10 @@ class Deployment:
         """Waits for something in a run; that it stops before is an error, with all logs."""
         deadline = time.monotonic() + LIMIT
         while not ready():
-            stopped = self.events(name, "stopped")
+            stopped = [e for e in self.events(name)[self.before :] if e["event"] == "stopped"]
             if stopped or time.monotonic() > deadline or self.link.poll() is not None:
                 logs = "\n".join(
-                    f"{p.name}: {processes.last_lines(p, 30)}" for p in self.folder.glob("*.log")
+                    f"{p.name}: {processes.last_lines(p, 30)}" for p in self.folder.rglob("*.log")
                 )
                 pytest.fail(f"{what} did not happen: {stopped}\n{self.events(name)}\n{logs}")
             time.sleep(0.1)
@@ -187,25 +134,26 @@ def deployment(tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")])))
         made = Deployment(folder)
         with made.stack:
-            made.start_link()
             for name in SITES:
-                processes.register(made.home, make_key(folder / f"{name}.key").with_suffix(".pub"), name)
+                admit_site(made.files.path, name, made.key(name))
+            made.start_link()
             made.ensure_nodes()
-            made.stranger = made.start_node("full", make_key(folder / "stranger.key"))
+            made.key("stranger")
+            made.stranger = made.start_node("full", "stranger")
             yield made
 
 
 def simulated(deployment, rounds):
     """The same federation in this process: its state after so many rounds."""
-    terms = read_terms((deployment.folder / "plain.toml").read_text())
+    agreed = read_agreement(deployment.files.agreement)
     images, labels, parts, start = [], [], [], 0
     for name in sorted(SITES):
-        x, y = load_site(deployment.folder / f"{name}.npz")
-        parts.append([rows + start for rows in parted(x, y, terms.agreed.validation)[:2]])
-        images.append(x)
-        labels.append(y)
-        start += len(y)
-    data, settings = dataset_of(terms, np.concatenate(images), np.concatenate(labels)), run_settings(terms)
+        site = read_site(deployment.folder / f"{name}.npz", agreed.data.form)
+        parts.append([rows + start for rows in parted(site.x, site.y, agreed.data.validation)[:2]])
+        images.append(site.x)
+        labels.append(site.y)
+        start += len(site.y)
+    data, settings = dataset_of(agreed, np.concatenate(images), np.concatenate(labels)), run_settings(agreed)
     split = Split(tuple(one for one, _ in parts), tuple(other for _, other in parts))
     method = build_method("hassle", settings.method.settings, build_net(settings, data))
     simulator = Simulator(data, split, 5, small.ENGINE, names=sorted(SITES))
@@ -302,3 +250,37 @@ def test_plain_http_to_the_tls_port_gets_in_nowhere(deployment):
         except ConnectionResetError:
             pass
     assert b"HTTP/" not in answer
+
+
+def test_a_run_that_is_stopped_frees_its_folder_and_goes_on(deployment):
+    link = hosting.link_of(deployment.files)
+    number = deployment.submit("stopped", rounds=4, minimum=2)
+    deployment.until("stopped", lambda: deployment.events("stopped", "done"), "a round")
+    (known,) = [run for run in runs(link) if run.id == number]
+    assert known.alive and known.folder == str(deployment.folder / "stopped")
+    stop(link, number)
+    wait_until_free(deployment.folder / "stopped", LIMIT)
+    (known,) = [run for run in runs(link) if run.id == number]
+    assert known.status == "finished:stopped"
+    (said,) = deployment.events("stopped", "stopped")
+    assert said["why"] == "it was asked to stop"
+    deployment.submit("stopped", rounds=4, minimum=2)
+    deployment.finish("stopped")
+    assert_close(deployment.folder / "stopped" / "model.safetensors", simulated(deployment, 4))
+
+
+def test_a_site_that_is_expelled_in_mid_round_is_out(deployment):
+    """The round does not wait for it; its key gets in no more, neither now nor with another name."""
+    link, gone = hosting.link_of(deployment.files), deployment.files.path
+    (deployment.folder / f"{ROGUE}.asleep").unlink(missing_ok=True)
+    deployment.orders({"2": "sleep"})
+    deployment.submit("expelled", rounds=3, minimum=2)
+    deployment.until("expelled", (deployment.folder / f"{ROGUE}.asleep").exists, "round 2 at the site")
+    key = expel_site(gone, ROGUE).key
+    assert deployment.let_in() == [f"{ROGUE} is let in no more"] and deployment.let_in() == []
+    deployment.finish("expelled")
+    there = [ROGUE in event["contributed"] for event in deployment.events("expelled", "round")]
+    assert there == [True, False, False]
+    assert {node.name for node in registered(link)} == set(SITES) - {ROGUE}
+    with pytest.raises(UserError, match="already in use"):
+        register(link, "another", key)

@@ -30,6 +30,16 @@ Federation = Annotated[
 FOLDER = Path("federation")
 
 
+def require_flower() -> None:
+    """What a federation runs on is installed, in a version that goes with this package."""
+    try:
+        from fedhassle.federation.preflight import check_versions
+    except ImportError as error:  # cryptography comes with Flower
+        raise UserError(f"a federation needs more: pip install 'fedhassle[flower]' ({error})") from error
+    found = check_versions()
+    require(found.ok, f"{found.said}: {found.advice}")
+
+
 def init(
     address: Annotated[str, typer.Option(help="Where sites reach the server: host:port.")],
     words: Annotated[
@@ -61,6 +71,7 @@ def init(
     Say what the images are with --classes and --size, with --like fmnist, or with --from-folder. Sites get
     federation.toml and ca.crt, and nothing else.
     """
+    require_flower()
     from fedhassle.federation.agreement import Agreement, agreement_hash
     from fedhassle.federation.found import found_federation
     from fedhassle.federation.keys import certificate_fingerprint
@@ -128,12 +139,12 @@ def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
 
 def checked_run(agreement: Agreement) -> Agreement:
     """The agreement, with valid settings, and the most important ones written out."""
-    from fedhassle.config import resolve
-    from fedhassle.federation.agreement import checked_agreement, run_request, to_toml
+    from fedhassle.federation.agreement import checked_agreement, to_toml
+    from fedhassle.federation.terms import run_settings
     from fedhassle.requested import overlaid
 
     checked_agreement(to_toml(agreement), "these options")  # before PyTorch is loaded
-    settings = resolve(run_request(agreement))
+    settings = run_settings(agreement)
     shown = {
         "method": {"name": settings.method.name},
         "rounds": settings.rounds,
@@ -156,6 +167,7 @@ def join(
 
     What to send back is the public key alone. The private key, and all data, stay on this machine.
     """
+    require_flower()
     from fedhassle.data.survey import survey
     from fedhassle.federation.agreement import agreement_hash, read_agreement
     from fedhassle.federation.folder import federation_folder
@@ -199,6 +211,7 @@ def admit(
     federation: Federation = FOLDER,
 ) -> None:
     """Admit a site, by the public key that it sent."""
+    require_flower()
     from fedhassle.federation.admission import admit_site
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.keys import fingerprint, read_public_key
@@ -214,6 +227,7 @@ def expel(
     federation: Federation = FOLDER,
 ) -> None:
     """Take a site out of the federation."""
+    require_flower()
     from fedhassle.federation.admission import expel_site
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.keys import fingerprint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,16 +27,29 @@ class AdmittedSite(NamedTuple):
     since: str  # a date and time, ISO 8601
 
 
+class Record(NamedTuple):
+    """The whole file."""
+
+    sites: dict[str, AdmittedSite]  # by name, in the order of their names
+    expelled: dict[str, str]  # by key: when it was taken out
+
+
 def admitted(folder: Path) -> dict[str, AdmittedSite]:
     """The admitted sites by name, in the order of their names."""
+    return read_record(folder).sites
+
+
+def read_record(folder: Path) -> Record:
+    """Who is admitted, and which keys were."""
     path = FederationFolder(folder).sites
     if not path.exists():
-        return {}
+        return Record({}, {})
     try:
         content = tomllib.loads(path.read_text("utf-8"))
         found = [AdmittedSite(name, site["key"], site["since"]) for name, site in content["sites"].items()]
+        expelled = {one["key"]: one["since"] for one in content.get("expelled", [])}
         assert content["format"] == FORMAT
-        assert all(isinstance(part, str) for site in found for part in site)
+        assert all(isinstance(part, str) for site in (*found, *expelled.items()) for part in site)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(
             f"{path} cannot be read as the record of admitted sites ({error or 'wrong format'})"
@@ -45,14 +57,17 @@ def admitted(folder: Path) -> dict[str, AdmittedSite]:
     for site in found:
         checked_name(site.name)
         checked_public_key(site.key, f"{path}: the key of {site.name}")
-    return {site.name: site for site in sorted(found)}
+    return Record({site.name: site for site in sorted(found)}, expelled)
 
 
 def admit_site(folder: Path, name: str, key: str) -> bool:
-    """Adds a site; False if it is admitted with this key already. Neither names nor keys occur twice."""
+    """Adds a site; False if it is admitted with this key already. Neither names nor keys occur twice.
+
+    A key that was taken out stays out: Flower takes none again.
+    """
     checked_name(name)
     with locked(folder):
-        sites = admitted(folder)
+        sites, expelled = read_record(folder)
         if name in sites and sites[name].key == key:
             return False
         if name in sites:
@@ -60,22 +75,33 @@ def admit_site(folder: Path, name: str, key: str) -> bool:
             raise UserError(f"{name} is admitted with another key ({known}): expel it first")
         for other in sites.values():
             require(other.key != key, f"{other.name} is admitted with this key: each site has its own")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(folder, {**sites, name: AdmittedSite(name, key, now)})
+        require(
+            key not in expelled,
+            f"this key was expelled on {expelled.get(key, '')[:10]} and stays out: the site removes its "
+            "private key, and joins again for a new one",
+        )
+        _write(folder, Record({**sites, name: AdmittedSite(name, key, _now())}, expelled))
     return True
 
 
 def expel_site(folder: Path, name: str) -> AdmittedSite:
     """Takes a site out; returns what was known of it."""
     with locked(folder):
-        sites = admitted(folder)
+        sites, expelled = read_record(folder)
         hint = nearest(name, sites) or (f" (admitted are {', '.join(sites)})" if sites else "")
         require(name in sites, f"no site {name!r} is admitted{hint}")
-        _write(folder, {other: site for other, site in sites.items() if other != name})
+        left = {other: site for other, site in sites.items() if other != name}
+        _write(folder, Record(left, {**expelled, sites[name].key: _now()}))
     return sites[name]
 
 
-def _write(folder: Path, sites: Mapping[str, AdmittedSite]) -> None:
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _write(folder: Path, record: Record) -> None:
+    sites, expelled = record
     tables = {name: {"key": sites[name].key, "since": sites[name].since} for name in sorted(sites)}
-    text = tomli_w.dumps({"format": FORMAT, "sites": tables})
+    gone = [{"key": key, "since": since} for key, since in expelled.items()]
+    text = tomli_w.dumps({"format": FORMAT, "sites": tables, **({"expelled": gone} if gone else {})})
     write_text(FederationFolder(folder).sites, HEADER + text)

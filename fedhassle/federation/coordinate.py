@@ -19,16 +19,16 @@ from fedhassle.data.partition import Split
 from fedhassle.data.views import make_views
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy
+from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Grid
 from fedhassle.federation.messages import Introduction, to_json
 from fedhassle.federation.server import FlowerFederation
 from fedhassle.federation.sites import Clock, Sites
-from fedhassle.federation.terms import Terms, described, recorded_settings, run_settings, settled
+from fedhassle.federation.terms import described, settings_in, settled
 from fedhassle.files import locked, write_text
 from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
-from fedhassle.requested import parsed
 from fedhassle.runs import Folder, Scores, Step
 from fedhassle.track import require_installed
 from fedhassle.vectors import Arrays
@@ -40,7 +40,7 @@ Images = tuple[np.ndarray, np.ndarray]
 
 
 def coordinate(
-    grid: Grid, terms: Terms, path: Path, test: Images | None = None, clock: Clock | None = None
+    grid: Grid, agreement: Agreement, path: Path, test: Images | None = None, clock: Clock | None = None
 ) -> Iterator[Step]:
     """Trains with the sites that are there; a folder that holds a run that was cut goes on with it."""
     folder = Folder(path)
@@ -49,17 +49,21 @@ def coordinate(
     with locked(path), logging_to(folder.log, alone=True):
         audit = Audit(folder.audit)
         try:
-            uid = identity(audit, terms)
-            sites = Sites(grid, terms.agreed, terms.rules, audit, clock)
-            there = sites.gather(terms.rules.minimum_sites, min(PATIENCE, terms.rules.wait))
-            run = prepared(folder, terms, len(there))
+            uid = identity(audit, agreement)
+            rules = agreement.rules
+            sites = Sites(grid, agreement, audit, clock)
+            there = sites.gather(rules.minimum_sites, min(PATIENCE, rules.wait))
+            run = prepared(folder, agreement, there)
             federation = FlowerFederation(sites, plan(uid, run), Memory(folder.memory))
             judge = Judge(run, federation, test)
             require_judges(there, test)
-            for step in carry_on(run, federation, judge, about(terms, run, there)):
+            for step in carry_on(run, federation, judge, about(agreement, run, there)):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
         except GeneratorExit:
+            raise
+        except (SystemExit, KeyboardInterrupt):
+            audit.write("stopped", why="it was asked to stop")
             raise
         except BaseException as error:
             audit.write("stopped", why=str(error) or type(error).__name__)
@@ -67,37 +71,34 @@ def coordinate(
         audit.write("finished")
 
 
-def identity(audit: Audit, terms: Terms) -> str:
+def identity(audit: Audit, agreement: Agreement) -> str:
     """The name under which sites keep what they keep for this run; the first line of its audit log."""
+    agreed = agreement_hash(agreement)
     for event in audit.read():
         if event["event"] == "created":
             require(
-                event["agreed"] == terms.agreed.hash,
-                "the federation's data has changed since this run began: begin another one",
+                event["agreed"] == agreed,
+                "federation.toml has changed since this run began, in what sites share: begin another run",
             )
             return str(event["run"])
     uid = uuid.uuid4().hex
-    audit.write("created", run=uid, federation=terms.name, agreed=terms.agreed.hash)
+    audit.write("created", run=uid, federation=agreement.name, agreed=agreed)
     return uid
 
 
-def prepared(folder: Folder, terms: Terms, sites: int) -> Run:
-    """The run that the terms ask for, or the one that the folder holds; its settings are written down."""
-    if folder.config.exists():
-        settings = recorded_settings(parsed(folder.config.read_text("utf-8"), str(folder.config)))
-    else:
-        settings = run_settings(terms)
+def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction]) -> Run:
+    """The run that is agreed on, or the one that the folder holds; its settings are written down."""
+    settings, dataset = settings_in(folder, agreement), described(agreement)
     require_installed(settings.track or ())
-    dataset = described(terms)
-    of_run = {"rounds": settings.rounds, "share": min(1.0, settings.clients_per_round / sites)}
+    of_run = {"rounds": settings.rounds, "share": min(1.0, settings.clients_per_round / len(there))}
     name, values = settings.method.name, settings.method.settings
     method = build_method(name, values, build_net(settings, dataset), of_run)
-    require(not method.pooled, f"method {name!r} needs all data in one place: it is no federation's")
     settings = settled(settings, method)
     tables = settings.as_toml()
     tables.pop("split")  # who holds what is not the server's to say
     write_text(folder.config, tomli_w.dumps(tables))
-    return Run(folder, settings, dataset, Split((), ()), method)
+    told = tuple((said.client.labelled, said.client.unlabelled) for said in there.values())
+    return Run(folder, settings, dataset, Split((), ()), method, told)
 
 
 def plan(uid: str, run: Run) -> dict[str, Any]:
@@ -107,9 +108,10 @@ def plan(uid: str, run: Run) -> dict[str, Any]:
     return {"run": uid, "method": settings.method.model_dump(), "net": net, "seed": settings.seed}
 
 
-def about(terms: Terms, run: Run, there: dict[str, Introduction]) -> dict[str, Any]:
+def about(agreement: Agreement, run: Run, there: dict[str, Introduction]) -> dict[str, Any]:
     """What a summary says of a federation."""
-    words = to_json({"agreed": terms.agreed.hash, **plan("", run), "seed": 0, "rounds": run.settings.rounds})
+    agreed = agreement_hash(agreement)
+    words = to_json({"agreed": agreed, **plan("", run), "seed": 0, "rounds": run.settings.rounds})
     sites = {
         name: {"labelled": said.client.labelled, "unlabelled": said.client.unlabelled}
         for name, said in there.items()

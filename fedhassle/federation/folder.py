@@ -50,6 +50,20 @@ class FederationFolder:
         """At the coordinator: who is admitted."""
         return self.path / "sites.toml"
 
+    @property
+    def server(self) -> Path:
+        """At the coordinator: what a server keeps: its data base, its log, Flower's own files."""
+        return self.path / "server"
+
+    def node(self, name: str) -> Path:
+        """At a site: what a node keeps: its log, and what methods have it keep between rounds."""
+        return self.path / "node" / checked_name(name)
+
+    @property
+    def keys(self) -> list[str]:
+        """At a site: the names that there are private keys for; at the coordinator those of its own."""
+        return sorted(path.stem for path in self.private.glob("*.key"))
+
     def site_key(self, name: str) -> Path:
         """At a site: its private key."""
         return self.private / f"{checked_name(name)}.key"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +23,17 @@ from fedhassle.data.partition import Split
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import hits
+from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.messages import Content, coarse, count_of, packed, to_json, unpacked, update_words
 from fedhassle.federation.server import LOST
-from fedhassle.federation.terms import Terms, dataset_of, method_settings
+from fedhassle.federation.terms import dataset_of, method_settings
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net
 from fedhassle.provenance import versions
+from fedhassle.requested import expanded
 from fedhassle.simulator import Simulator
 from fedhassle.wire import HELD
 
@@ -38,15 +41,6 @@ log = logging.getLogger("fedhassle")
 
 RUNS_KEPT = 3  # runs of which a site keeps what the method has it keep: the last ones
 UNSEEN = 2**64  # the digests of images are below it
-
-
-def load_site(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, H, W, C), uint8, and labels (N,), −1 = unlabelled, of an .npz with x and y."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return np.ascontiguousarray(file["x"], np.uint8), np.ascontiguousarray(file["y"], np.int64)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read as a site's images: {error}") from error
 
 
 class Parts(NamedTuple):
@@ -80,6 +74,11 @@ def digest(image: np.ndarray) -> int:
     )
 
 
+def megabytes(arrays: Mapping[str, np.ndarray]) -> float:
+    """The size of arrays as they travel."""
+    return sum(array.nbytes for array in arrays.values()) / 1e6
+
+
 class Study(NamedTuple):
     """A run as a site takes part in it."""
 
@@ -92,18 +91,18 @@ class SiteNode:
     """A site that answers; it holds its images, and what it needs to go on with the run it was last in."""
 
     def __init__(
-        self, name: str, terms: Terms, x: np.ndarray, y: np.ndarray, memory: Path, engine: Engine
+        self, name: str, agreement: Agreement, x: np.ndarray, y: np.ndarray, memory: Path, engine: Engine
     ) -> None:
-        agreed = terms.agreed
+        agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
         require(x.shape[1:] == shape, f"the images are {x.shape[1:]}, the federation agreed on {shape}")
         require(
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
             f"labels must be below {len(agreed.class_names)}, one for each image",
         )
-        self.name, self.terms, self.memory, self.engine = name, terms, memory, engine
+        self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
         self.parts = parted(x, y, agreed.validation)
-        self.dataset = dataset_of(terms, x, y)
+        self.dataset = dataset_of(agreement, x, y)
         self.client = Client(name, len(self.parts.labelled), len(self.parts.unlabelled))
         self._study: Study | None = None
 
@@ -131,14 +130,14 @@ class SiteNode:
                 "labelled": self._told(self.client.labelled),
                 "unlabelled": self._told(self.client.unlabelled),
                 "validation": self._told(len(self.parts.validation)),
-                "agreed": self.terms.agreed.hash,
+                "agreed": agreement_hash(self.agreement),
                 "versions": versions(),
             }
         )
 
     def _told(self, count: int) -> int:
         """A count as others may know it."""
-        return coarse(count) if self.terms.agreed.coarse_counts else count
+        return coarse(count) if self.agreement.data.coarse_counts else count
 
     def train(self, content: Content) -> Content:
         """A round of local training."""
@@ -155,8 +154,15 @@ class SiteNode:
         known = simulator.wire.known(self.name, least, t)
         message = unpacked(content.arrays, known)
         there = {name: vector.to(self.engine.device) for name, vector in message.items()}
+        began = time.perf_counter()
         (reply,) = simulator.train(method, [(self.client, there)], t)
-        return Content(update_words(reply.update), packed(reply.update.arrays, there if least else {}))
+        arrays = packed(reply.update.arrays, there if least else {})
+        log.info(
+            "round %d: trained %s in %.1f s; received %.2f MB, sends %.2f MB",
+            *(t, ", ".join(reply.update.arrays) or "nothing", time.perf_counter() - began),
+            *(megabytes(content.arrays), megabytes(arrays)),
+        )
+        return Content(update_words(reply.update), arrays)
 
     def evaluate(self, content: Content) -> Content:
         """How a model does on the site's validation images."""
@@ -169,6 +175,9 @@ class SiteNode:
         )
         with self.engine.lowered():
             found = hits(study.method, state, images, y, study.simulator.views)
+        log.info(
+            "round %s: evaluated the model on %d validation images", content.words.get("round"), len(rows)
+        )
         told = self._told(len(rows))
         return Content({"right": {k: round(n * told / len(rows)) for k, n in found.items()}, "count": told})
 
@@ -193,9 +202,8 @@ class SiteNode:
 
     def _method(self, settings: dict[str, Any], net: str) -> Method:
         """The run's method; one that is not of this package only if the site has agreed to it."""
-        name, run = str(settings["name"]), self.terms.run
-        own = run.get("method", {})
-        agreed = {"method": own.get("name") if isinstance(own, dict) else own, "net": run.get("net")}
+        name, run = str(settings["name"]), expanded(dict(self.agreement.run))
+        agreed = {"method": run.get("method", {}).get("name"), "net": run.get("net")}
         for what, wanted, known in (("method", name, METHODS), ("net", net, NETS)):
             require(
                 wanted in known or wanted == agreed[what],

@@ -71,7 +71,7 @@ def persistent(activate: Callable[..., T]) -> Callable[..., T]:
     """A call by which a node says that it is there, made again while the SuperLink does not let it in."""
 
     def call(*words: Any) -> T:
-        deadline = time.monotonic() + RETURN
+        deadline, told = time.monotonic() + RETURN, False
         while True:
             try:
                 return activate(*words)
@@ -79,10 +79,13 @@ def persistent(activate: Callable[..., T]) -> Callable[..., T]:
                 said = FlowerError.from_json(error.response.text)
                 if said is None or said.code != NOT_LET_IN or time.monotonic() > deadline:
                     raise
-            log.warning(
-                "the SuperLink does not let this node in: its key is not admitted, or it was killed less "
-                "than a minute ago; trying again"
-            )
+            if not told:
+                log.warning(
+                    "the server does not let this node in: its key is not admitted, or it was killed less "
+                    "than a minute ago; trying again for %.0f s",
+                    RETURN,
+                )
+            told = True
             time.sleep(KNOCK)
 
     return call

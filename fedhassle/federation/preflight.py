@@ -18,10 +18,9 @@ from fedhassle.data.survey import skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address, Agreement, agreement_hash, parsed_address
 from fedhassle.federation.keys import fingerprint, others_may_read, public_line, read_certificate
-from fedhassle.version import package_version
+from fedhassle.version import FLOWER, package_version
 
 PATIENCE = 10.0  # seconds to wait for an answer
-FLOWER = ("1.41", "1.42")  # from this version on, below that
 # Flower refuses what a site signed more than 5 seconds in the server's future or 305 in its past.
 AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
 EXPIRED, NOT_YET_VALID, WRONG_NAMES = 10, 9, (62, 64)  # errors of OpenSSL; the names: host, IP address
@@ -62,10 +61,9 @@ def check_versions() -> Check:
     said = ", ".join(f"{name} {known or 'missing'}" for name, known in found.items())
     said = f"fedhassle {package_version()}, {said}"
     flower = found["flwr"]
-    fits = flower is not None and _parts(FLOWER[0]) <= _parts(flower) < _parts(FLOWER[1])
-    advice = (
-        f"install fedhassle[flower], which brings flwr from {FLOWER[0]} to below {FLOWER[1]}, and PyTorch"
-    )
+    lowest, above = FLOWER
+    fits = flower is not None and _parts(lowest) <= _parts(flower) < _parts(above)
+    advice = f"install fedhassle[flower], which brings flwr from {lowest} to below {above}, and PyTorch"
     ok = fits and found["torch"] is not None
     return Check("versions", ok, said, "" if ok else advice)
 

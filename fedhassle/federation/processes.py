@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.files import write_text
 
 CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
-READY = 90.0  # seconds that a SuperLink has to come up
+PARENT = "FEDHASSLE_PARENT"  # the variable with the number of the process that started one
 GRACE = 10.0  # seconds that a process has to end by itself
 
 
@@ -31,19 +33,21 @@ class Tls(NamedTuple):
     key: Path
 
 
-def environment(home: Path) -> dict[str, str]:
+def environment(home: Path | None) -> dict[str, str]:
     """That of Flower's processes: a home of our own, nothing sent to its makers, its programs found.
 
     Its programs start each other by name; an environment that is not activated has them beside Python.
     """
+    own = {} if home is None else {"FLWR_HOME": str(home.resolve())}
     return {
         **os.environ,
+        **own,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "FLWR_HOME": str(home.resolve()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
         "PYTHONUNBUFFERED": "1",
+        PARENT: str(os.getpid()),
     }
 
 
@@ -53,9 +57,13 @@ def beside(name: str) -> str:
 
 
 @contextmanager
-def running(command: Sequence[str], home: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a log of its own, ended with all its children however the block ends."""
-    home.mkdir(parents=True, exist_ok=True)
+def running(command: Sequence[str], home: Path | None, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a log of its own, ended with all its children however the block ends.
+
+    `home`: where Flower's own files lie, if it has any.
+    """
+    if home is not None:
+        home.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -69,7 +77,54 @@ def running(command: Sequence[str], home: Path, log: Path) -> Iterator[subproces
     try:
         yield process
     finally:
-        end(process)
+        with undisturbed():
+            end(process)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Whoever asks this process to end, by Ctrl-C, kill or a closed terminal, interrupts the block."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with handling(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While a block cleans up nobody interrupts it."""
+    with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def handling(how: Any, *signals: signal.Signals) -> Iterator[None]:
+    """What becomes of signals while a block runs; only the main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {one: signal.signal(one, how) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def end_with_parent() -> None:
+    """Ends this process, as if it were asked to, once the one that started it by `running` is gone."""
+    if PARENT not in os.environ:
+        return
+    parent = int(os.environ.pop(PARENT))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
@@ -121,16 +176,23 @@ def superlink_command(tls: Tls, port: int, database: Path, host: str = "127.0.0.
     ]
 
 
-def supernode_command(
-    address: str, ca: Path, key: Path, port: int, config: Mapping[str, str | int]
-) -> list[str]:
-    """A SuperNode for a SuperLink's address; `port` is its own, seen by its worker alone."""
-    words = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+def supernode_command(address: str, ca: Path, key: Path, config: Path) -> list[str]:
+    """A SuperNode for a SuperLink's address; `config`: the TOML file with what its worker needs to know.
+
+    Its own port is for its worker alone, which runs beside it.
+    """
     return [
         *(sys.executable, "-m", "fedhassle.federation.supernode"),
         *("--superlink", address, "--root-certificates", str(ca), "--auth-supernode-private-key", str(key)),
-        *("--host", "127.0.0.1", "--port", str(port), "--node-config", words),
+        *("--host", "127.0.0.1", "--port", str(free_port()), "--node-config", str(config)),
     ]
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def connect(home: Path, address: str, ca: Path) -> None:
@@ -166,18 +228,6 @@ def json_in(text: str) -> dict[str, Any]:
     return {}
 
 
-def wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, seconds: float = READY) -> None:
-    """Waits until a SuperLink answers; its exit status says nothing, so its answer is read."""
-
-    def ready() -> bool:
-        try:
-            return bool(flwr(home, "supernode", "list", CONNECTION).get("success"))
-        except UserError:
-            return False
-
-    wait_for(ready, process, log, seconds, "the SuperLink")
-
-
 def wait_for(
     ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, seconds: float, what: str
 ) -> None:
@@ -197,30 +247,14 @@ def last_lines(log: Path, count: int = 5) -> str:
     return " | ".join(line.strip() for line in lines[-count:] if line.strip())
 
 
-def register(home: Path, key: Path, name: str) -> str:
-    """Admits a site's public key under a name; returns the number of its node."""
-    return str(flwr(home, "supernode", "register", str(key), CONNECTION, "--name", name)["node-id"])
-
-
-def submit(home: Path, file: Path, folder: Path, test: Path | None = None) -> str:
+def submit(home: Path, file: Path, folder: Path, test: Path | None = None) -> int:
     """Starts a run by the federation's file in a folder, both on the SuperLink's machine; its number."""
     config = {"file": str(file.resolve()), "folder": str(folder.resolve())}
     config["test"] = str(test.resolve()) if test else ""
     path = home / "run.toml"
     write_text(path, tomli_w.dumps(config))
     app = write_app(home / "app")
-    return str(flwr(home, "run", str(app), CONNECTION, "--run-config", str(path))["run-id"])
-
-
-def status(home: Path, run: str) -> str:
-    """How a run is doing: pending, starting, running, finished:completed, finished:failed or other ends."""
-    (found,) = flwr(home, "list", CONNECTION, "--run-id", run)["runs"]
-    return str(found["status"])
-
-
-def stop(home: Path, run: str) -> None:
-    """Stops a run."""
-    flwr(home, "stop", run, CONNECTION)
+    return int(flwr(home, "run", str(app), CONNECTION, "--run-config", str(path))["run-id"])
 
 
 APP_TOML = {

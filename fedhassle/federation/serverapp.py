@@ -7,12 +7,11 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedhassle.errors import UserError
+from fedhassle.data.site import read_site
+from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.grid import FlowerGrid
-from fedhassle.federation.node import load_site
 from fedhassle.federation.pace import hurry_server
-from fedhassle.federation.terms import read_terms
 
 app = ServerApp()
 
@@ -21,11 +20,10 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Carries a run out in the folder and by the file that it was submitted with."""
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
-    try:
-        terms = read_terms(Path(file).read_text("utf-8"), file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the federation's file {file} cannot be read: {error}") from error
+    agreement, images = read_agreement(Path(file)), None
+    if test:
+        site = read_site(Path(test), agreement.data.form, labelled_only=True)
+        images = site.x, site.y
     hurry_server()
-    images = load_site(Path(test)) if test else None
-    for _ in coordinate(FlowerGrid(grid), terms, Path(folder), images):
+    for _ in coordinate(FlowerGrid(grid), agreement, Path(folder), images):
         pass

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fedhassle.errors import UserError
+from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Grid, Letter, Node
 from fedhassle.federation.messages import Content, Introduction, RefusedError, introduction, short
-from fedhassle.federation.terms import Agreed, Rules
 
 log = logging.getLogger("fedhassle")
 
 POLL = 0.1  # seconds between two looks for answers: a look costs about 10 ms of one core
+LOOK = 5.0  # seconds between two looks whether those that are waited for are still there
+AWAY = 15.0  # seconds that one may be away and still be waited for: a line may break for a moment
+GONE = "its node is gone, or has started anew"
 TOLD_EVERY = 10.0  # seconds between two lines about what is waited for
 ASK_AGAIN = 10.0  # seconds until a node that could not say who it is is asked again
 LIFETIME = 12 * 3600.0  # seconds that a site may be late before its answer is given up for good
@@ -43,10 +46,9 @@ Answers = dict[str, Content | str]
 class Sites:
     """Who is there. Sites go by their own names, in the order of these: a node's number is random."""
 
-    def __init__(
-        self, grid: Grid, agreed: Agreed, rules: Rules, audit: Audit, clock: Clock | None = None
-    ) -> None:
-        self.grid, self.agreed, self.rules, self.audit = grid, agreed, rules, audit
+    def __init__(self, grid: Grid, agreement: Agreement, audit: Audit, clock: Clock | None = None) -> None:
+        self.grid, self.rules, self.audit = grid, agreement.rules, audit
+        self.agreed = agreement_hash(agreement)
         self.clock = Clock() if clock is None else clock
         self.there: dict[str, Present] = {}
         self._asked: dict[str, Node] = {}  # by letter: nodes that have not said yet who they are
@@ -81,7 +83,7 @@ class Sites:
         nodes = set(self.grid.nodes())
         for name, present in list(self.there.items()):
             if present.node not in nodes:
-                self._leaves(name, "its node is gone, or has started anew")
+                self._leaves(name, GONE)
         now = self.clock.now()
         self._met = {node: again for node, again in self._met.items() if node in nodes and again > now}
         self._asked = {letter: node for letter, node in self._asked.items() if node in nodes}
@@ -137,11 +139,19 @@ class Sites:
             )
         if name in self.there:
             raise RefusedError(f"there is a site called {short(name)} already")
-        if said.agreed != self.agreed.hash:
+        if said.agreed != self.agreed:
             raise RefusedError(
-                f"its federation's file is another one ({said.agreed} in place of {self.agreed.hash}): "
+                f"its federation's file is another one ({short(said.agreed)} in place of {self.agreed!r}): "
                 "send it the coordinator's"
             )
+
+    def _gone(self, waiting: Mapping[str, str], absent: dict[str, float], now: float) -> list[str]:
+        """The letters to sites that have been away too long; `absent`: since when each is away."""
+        nodes = set(self.grid.nodes())
+        away = {letter: name for letter, name in waiting.items() if self.there[name].node not in nodes}
+        for name in absent.keys() - away.values():
+            del absent[name]
+        return [letter for letter, name in away.items() if now - absent.setdefault(name, now) >= AWAY]
 
     def _leaves(self, name: str, why: str) -> None:
         del self.there[name]
@@ -176,11 +186,17 @@ class Sites:
                 answers[name] = "the message could not be sent to it"
             else:
                 waiting[letter] = name
-        deadline = self.clock.now() + self.rules.timeout
+        began = looked = self.clock.now()
+        deadline, absent = began + self.rules.timeout, dict[str, float]()
         while waiting:
             for answer in self.grid.pull(list(waiting)):
                 name = waiting.pop(answer.to)
                 answers[name] = answered(answer.content, answer.error)
+            if waiting and self.clock.now() - looked >= LOOK:
+                looked = self.clock.now()
+                for letter in self._gone(waiting, absent, looked):
+                    self._late[letter] = name = waiting.pop(letter)
+                    answers[name] = GONE
             if waiting and self.clock.now() > deadline:
                 self._late |= waiting
                 late = f"it did not answer within {self.rules.timeout:g} s (rules.timeout)"

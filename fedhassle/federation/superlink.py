@@ -18,6 +18,8 @@ from flwr.superlink.main import create_app
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fedhassle.federation.processes import end_with_parent
+
 SITES = "/v1/fleet/"  # where sites call
 
 
@@ -48,6 +50,7 @@ def is_here(scope: Scope) -> bool:
 
 def main() -> None:
     """Runs a SuperLink with the options of `flower-superlink`."""
+    end_with_parent()
     sys.argv[0] = "flower-superlink"
     config = _parse_superlink_lifespan_config()
     app = create_app(config, SuperLinkLifespan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,8 +12,12 @@ import time
 
 from flwr.supernode.cli import flower_supernode
 
+from fedhassle.federation.attending import IMPOSSIBLE
 from fedhassle.federation.pace import hurry_node
-from fedhassle.federation.worker import IMPOSSIBLE
+from fedhassle.federation.processes import end_with_parent
+from fedhassle.federation.tail import speak
+
+log = logging.getLogger("fedhassle")
 
 WORKER = "fedhassle.federation.worker"
 AGAIN = 5.0  # seconds until a worker that has ended is started anew
@@ -23,27 +28,40 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def keep_worker(words: list[str]) -> None:
-    """Starts the worker, and again whenever it ends; if it cannot work at all, this process ends too."""
+def keep_worker(words: list[str]) -> threading.Event:
+    """Starts the worker, and again whenever it ends; if it cannot work at all, this process ends too.
+
+    The event says that this is why.
+    """
+    impossible = threading.Event()
     command = [sys.executable, "-m", WORKER]
     command += ["--address", f"127.0.0.1:{option(words, '--port')}"]
     command += ["--node-config", option(words, "--node-config"), "--parent-pid", str(os.getpid())]
 
     def keep() -> None:
         while subprocess.call(command) != IMPOSSIBLE:
+            log.warning("the worker has ended: it is started again in %.0f s", AGAIN)
             time.sleep(AGAIN)
+        impossible.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=keep, daemon=True).start()
+    return impossible
 
 
 def main() -> None:
     """Runs a SuperNode with the options of `flower-supernode`."""
     words = sys.argv[1:]
+    speak()
+    end_with_parent()
     hurry_node()
-    keep_worker(words)
+    impossible = keep_worker(words)
     sys.argv = ["flower-supernode", "--isolation", "process", *words]
-    flower_supernode()
+    try:
+        flower_supernode()
+    finally:
+        if impossible.is_set():
+            sys.exit(IMPOSSIBLE)
 
 
 if __name__ == "__main__":

@@ -1,106 +1,62 @@
-"""The federation's file: what its sites hold, what is trained, and by which rules. One TOML text."""
+"""From what a federation has agreed on to what a run is made of: settings, a data set, an engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedhassle.build import build_engine
-from fedhassle.config import MethodSettings, Settings, resolve
+from fedhassle.config import MethodSettings, Settings, method_class, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.engine import Engine
-from fedhassle.errors import UserError, require
+from fedhassle.errors import require
+from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.requested import Requested, expanded, parsed
+from fedhassle.requested import Requested, parsed
+from fedhassle.runs import Folder
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
 
 
-class Rules(NamedTuple):
-    """What a round needs to count."""
-
-    minimum_sites: int = 2  # with fewer, the run stops
-    timeout: float = 3600.0  # seconds that a site may take for a round
-    wait: float = 600.0  # seconds to wait for enough sites
-
-
-class Agreed(NamedTuple):
-    """What every site's images are, and what is kept from training and from others."""
-
-    class_names: tuple[str, ...]
-    height: int
-    width: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    flip: bool = False
-    crop: int = 0
-    validation: float = 0.1  # this share of a site's labelled images is never trained on
-    coarse_counts: bool = False  # whether sites tell how many images they hold in powers of two alone
-
-    @property
-    def hash(self) -> str:
-        """Equal for sites that agree."""
-        return hashlib.sha256(json.dumps(self._asdict(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """A federation's file as read."""
-
-    name: str
-    address: str
-    agreed: Agreed
-    run: dict[str, Any]  # settings of a run: method, net, rounds, …
-    rules: Rules
-
-
-def read_terms(text: str, where: str = "the federation's file") -> Terms:
-    """The terms that a TOML text holds."""
-    tables = parsed(text, where)
-    try:
-        data, rules = dict(tables["data"]), Rules(**tables.get("rules", {}))
-        data |= {key: tuple(data[key]) for key in ("class_names", "mean", "std")}
-        agreed = Agreed(**data)
-        terms = Terms(tables["name"], tables.get("address", ""), agreed, tables.get("run", {}), rules)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{where} lacks something, or has what is not known: {error}") from error
-    require(agreed.channels in (1, 3), f"{where}: data.channels must be 1 or 3, got {agreed.channels}")
-    require(0 <= agreed.validation < 1, f"{where}: data.validation must be in [0, 1)")
-    require(rules.minimum_sites >= 1, f"{where}: rules.minimum_sites must be at least 1")
-    require(rules.timeout > 0 and rules.wait >= 0, f"{where}: rules.timeout and rules.wait must be positive")
-    return terms
-
-
-def described(terms: Terms) -> Dataset:
+def described(agreement: Agreement) -> Dataset:
     """The federation's data as far as the server knows it: everything but images."""
-    agreed = terms.agreed
-    none = np.zeros((0, agreed.height, agreed.width, agreed.channels), np.uint8)
-    return dataset_of(terms, none, np.zeros(0, np.int64))
+    data = agreement.data
+    none = np.zeros((0, data.height, data.width, data.channels), np.uint8)
+    return dataset_of(agreement, none, np.zeros(0, np.int64))
 
 
-def dataset_of(terms: Terms, x: np.ndarray, y: np.ndarray) -> Dataset:
+def dataset_of(agreement: Agreement, x: np.ndarray, y: np.ndarray) -> Dataset:
     """Images and labels (−1 = none) seen as the federation has agreed."""
-    a = terms.agreed
+    a = agreement.data
     net = "resnet8" if a.channels == 3 else "lenet"
-    return Dataset(terms.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop)
+    return Dataset(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop)
 
 
-def run_settings(terms: Terms) -> Settings:
-    """The settings of a federation's run, with every default filled in."""
-    a = terms.agreed
-    data = {"name": terms.name, "mean": list(a.mean), "std": list(a.std), "flip": a.flip, "crop": a.crop}
-    return resolve(Requested((ON_SERVER, {"data": data}, expanded(terms.run))))
+def run_settings(agreement: Agreement) -> Settings:
+    """The settings of a federation's run, with every default filled in; what cannot work is an error."""
+    a = agreement.data
+    data = {"name": agreement.name, "mean": list(a.mean), "std": list(a.std), "flip": a.flip, "crop": a.crop}
+    settings = resolve(Requested((ON_SERVER, {"data": data}, *run_request(agreement).layers)))
+    name = settings.method.name
+    require(
+        not method_class(name).pooled,
+        f"method {name!r} needs all data in one place: it is no federation's (try fedhassle run)",
+    )
+    return settings
 
 
-def recorded_settings(tables: dict[str, Any]) -> Settings:
-    """The settings of a run that was cut, as it wrote them down."""
-    return resolve(Requested((tables,)))
+def settings_in(folder: Folder, agreement: Agreement) -> Settings:
+    """The settings of the run that a folder holds, as it wrote them down; of a new one, those agreed on."""
+    if not folder.config.exists():
+        return run_settings(agreement)
+    return resolve(Requested((parsed(folder.config.read_text("utf-8"), str(folder.config)),)))
+
+
+def headline_of(settings: Settings) -> str:
+    """The prediction that stands for the method in one-line summaries."""
+    return method_class(settings.method.name).headline
 
 
 def settled(settings: Settings, method: Method) -> Settings:

@@ -37,13 +37,13 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
 from fedhassle.errors import UserError
+from fedhassle.federation.attending import IMPOSSIBLE
 from fedhassle.federation.clientapp import replied, site_node
 from fedhassle.federation.node import SiteNode
 from fedhassle.federation.pace import FIRST_RETRY, LAST_RETRY, Pace
+from fedhassle.federation.tail import speak
 
 log = logging.getLogger("fedhassle")
-
-IMPOSSIBLE = 2  # the exit code of a worker whose configuration cannot work: to start it again is no use
 
 
 def connected(address: str, *interceptors: RuntimeTokenHttpInterceptor) -> RuntimeHttpClient:
@@ -142,8 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--node-config", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     given = parser.parse_args(words)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    log.setLevel(logging.INFO)
+    speak()
     threading.Thread(target=end_with, args=(given.parent_pid,), daemon=True).start()
     try:
         node = site_node(parse_config_args([given.node_config]))
