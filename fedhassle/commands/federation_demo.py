@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fedhassle import terminal
 from fedhassle.commands import federation as commands
-from fedhassle.commands import federation_setup, models, terminal
+from fedhassle.commands import federation_setup, models
 from fedhassle.errors import require
 from fedhassle.federation.processes import free_port, interruptible, running, wait_for
 
