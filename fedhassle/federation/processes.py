@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+import fedhassle
 from fedhassle.errors import UserError
 from fedhassle.files import write_text
 
@@ -36,12 +37,15 @@ class Tls(NamedTuple):
 def environment(home: Path | None) -> dict[str, str]:
     """That of Flower's processes: a home of our own, nothing sent to its makers, its programs found.
 
-    Its programs start each other by name; an environment that is not activated has them beside Python.
+    Its programs start each other by name; an environment that is not activated has them beside Python. They
+    import the package that runs here, be it installed or not.
     """
     own = {} if home is None else {"FLWR_HOME": str(home.resolve())}
+    package = str(Path(fedhassle.__file__).resolve().parents[1])
     return {
         **os.environ,
         **own,
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
