@@ -143,8 +143,10 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Readers drop from the files before what comes at this step or later. All is written anew, since a
-        # file that was cut may lack its last rounds, or have some that the run went back behind.
+        # All is written anew, since a file that was cut may lack its last rounds, or have some that the run
+        # went back behind. Readers drop what they have read of the files before, which then go: by their
+        # names alone, files of the same second have no order.
+        before = list(self._path.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(self._path), purge_step=0)
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in parameters.items()}
         write_hparams: Any = hparams
@@ -154,6 +156,8 @@ class TensorBoard:
         for i, metrics in enumerate(history):  # as if the run had never stood still
             self._write(metrics, now - sum(later["seconds"] for later in history[i + 1 :]))
         self._writer.flush()
+        for path in before:
+            path.unlink(missing_ok=True)
 
     def evaluated(self, metrics: Metrics) -> None:
         """Adds a round, to be seen at once."""

@@ -236,6 +236,7 @@ def test_a_run_that_was_cut_goes_on_in_the_same_log(
     if what == "ahead of its checkpoint" and tool == "mlflow":  # a round that was made again is not renewed
         found["seconds"] = found["seconds"][:2] + values["seconds"][2:3] + found["seconds"][3:]
     assert_logged(found, values)
+    assert len(list((folder / "tensorboard").glob("*"))) == (tool == "tensorboard")
     if tool == "mlflow":
         assert run_of(folder).info.status == "FINISHED"
         assert run in (None, (folder / "mlflow" / "run-id").read_text())
