@@ -1,22 +1,19 @@
 """Setting a federation up: init, join, admit and expel, as commands."""
 
-import contextlib
-import io
 import shutil
 import socket
 import ssl
 import stat
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
-import typer
+import small
 from PIL import Image
 
 pytest.importorskip("cryptography")
 
-from fedhassle.cli import guarded
-from fedhassle.commands import federation_setup
 from fedhassle.config import resolve
 from fedhassle.errors import UserError
 from fedhassle.federation import keys
@@ -24,20 +21,7 @@ from fedhassle.federation.admission import admit_site, admitted, expel_site
 from fedhassle.federation.agreement import agreement_hash, read_agreement, run_request
 from fedhassle.federation.folder import FederationFolder, federation_folder
 
-app = typer.Typer()
-for command in ("init", "join", "admit", "expel"):
-    app.command(command)(getattr(federation_setup, command))
-
-
-def call(*words):
-    """Exit code, output and error output of a command of the federation."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = guarded(lambda: app([str(word) for word in words]))
-        except SystemExit as exit_:
-            code = exit_.code or 0
-    return code, out.getvalue(), err.getvalue()
+call = partial(small.call, "federation")  # exit code, output and error output of its commands
 
 
 def init(out, *words, address="127.0.0.1:8443"):
