@@ -47,7 +47,7 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-LANES_OF_ALL = 24  # of all runs that share a GPU; each has as many as it asks for, if they are few
+LANES_OF_ALL = 24  # of all runs that share a GPU; one that has it to itself has as many as it asks for
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,8 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
     settings = run.settings
     memory = Memory(run.folder.memory)
     engine = build_engine(settings)
-    engine = engine._replace(lanes=min(engine.lanes, max(1, LANES_OF_ALL // sharing)))
+    if sharing > 1:
+        engine = engine._replace(lanes=min(engine.lanes, max(1, LANES_OF_ALL // sharing)))
     split = pooled(run.split) if run.method.pooled else run.split
     simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)

@@ -10,7 +10,7 @@ import torch
 from small import call
 
 import fedhassle
-from fedhassle import together
+from fedhassle import launch, together
 from fedhassle.arrays import read_arrays
 from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError, UserError
@@ -200,3 +200,18 @@ def test_the_same_from_python(tmp_path):
     )
     assert [result.summary["seed"] for result in results] == [0, 1]
     assert [result.folder.name for result in results] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("asked", "sharing", "lanes"), [(32, 1, 32), (32, 3, 8), (4, 3, 4), (8, 100, 1)])
+def test_runs_that_share_a_gpu_share_its_lanes(tmp_path, monkeypatch, asked, sharing, lanes):
+    (run,) = launched(tmp_path, ("a", [f"lanes={asked}"]), base=[*QUICK, "method=fedavg"])
+    given = []
+
+    def watched(dataset, split, seed, engine, *more):
+        given.append(engine.lanes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedhassle.launch.Simulator", watched)
+    with pytest.raises(KeyboardInterrupt):
+        next(launch.carry_out(run, sharing))
+    assert given == [lanes]
