@@ -17,6 +17,13 @@ Words = Annotated[
         metavar="[CONFIG] [KEY=VALUE]...", help="A preset (quick, paper) or a TOML file; then settings."
     ),
 ]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME]... [KEY=VALUE]...",
+        help="Experiments, or TOML files of one's own; then settings.",
+    ),
+]
 DataDir = Annotated[
     Path | None, typer.Option(help="Where named data sets lie (else $FEDHASSLE_DATA, else the cache).")
 ]

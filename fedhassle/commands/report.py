@@ -7,17 +7,11 @@ from typing import Annotated
 
 import typer
 
-from fedhassle.commands.options import Methods, Only, Results, Rounds, Seeds, names_and_changes, split
+from fedhassle.commands.options import Methods, Names, Only, Results, Rounds, Seeds, names_and_changes, split
 
 
 def report(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]... [KEY=VALUE]...",
-            help="Experiments, or TOML files of one's own; then settings. Without a name: all of them.",
-        ),
-    ] = None,
+    names: Names = None,
     out: Annotated[
         list[Path] | None,
         typer.Option("--out", "-o", help="Where it goes: .html, .md, .csv or .tex. Several: one of each."),

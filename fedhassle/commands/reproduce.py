@@ -15,6 +15,7 @@ from fedhassle.commands.options import (
     DataDir,
     Device,
     Methods,
+    Names,
     Only,
     Results,
     Rounds,
@@ -36,13 +37,7 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]... [KEY=VALUE]...",
-            help="Experiments, or TOML files of one's own; then settings. Without a name: a list of them.",
-        ),
-    ] = None,
+    names: Names = None,
     only: Only = None,
     methods: Methods = None,
     seeds: Seeds = None,
@@ -65,7 +60,7 @@ def reproduce(
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Make the tables and figures of the paper, or list them.
+    """Make tables and figures of the paper; without a name, list them.
 
     A finished run is never made twice, a cut one goes on, and several processes can work at one ledger.
     """
