@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhassle.fused.rewriting import Rewriting, rewritable
 from fedhassle.streams import QUIET
 
 
@@ -39,8 +40,7 @@ class Compiler:
             made[:] = [shape]
             return [leaf for leaf in result if leaf is not None]
 
-        with enable_python_dispatcher():  # BatchNorm as an operation that says that it moves its statistics
-            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+        graph = in_fewer_kernels(traced(flat, leaves), leaves)
         used = ordered_by_use(graph)
         key = (str(graph.code), tuple(signature(leaves[i]) for i in used), constants(graph))
         if key not in self._fused:
@@ -53,6 +53,17 @@ class Compiler:
             return pytree.tree_unflatten(result, made[0]) if result else None
 
         return call
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
+    """The operations that a function makes on tensors."""
+    with enable_python_dispatcher():  # BatchNorm as an operation that says that it moves its statistics
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def in_fewer_kernels(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
+    """The same with BatchNorm around operations of our own, where there is any and it pays."""
+    return traced(Rewriting(graph).run, inputs) if rewritable(graph) else graph
 
 
 def ordered_by_use(graph: GraphModule) -> list[int]:

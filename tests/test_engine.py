@@ -170,7 +170,8 @@ def ones_of(net):
 @pytest.mark.parametrize("channels", [1, 3, 4, 8, 9])
 @pytest.mark.parametrize(("size", "padding"), [(3, 1), (5, 2), (5, 0)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_stem_is_its_parent_but_for_rounding(channels, size, padding, bias):
+@pytest.mark.parametrize("planes", [6, 16])  # a padded convolution, a matrix product
+def test_a_stem_is_its_parent_but_for_rounding(channels, size, padding, bias, planes):
     """Without autocast to the bit; with it within bfloat16's rounding of inputs, sums being exact.
 
     Both round image, kernel and result to 8 bits: they may differ where a sum in another order falls to the
@@ -178,10 +179,11 @@ def test_a_stem_is_its_parent_but_for_rounding(channels, size, padding, bias):
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        stem = Stem(channels, 6, size, padding=padding, bias=bias)
-    plain = nn.Conv2d(channels, 6, size, padding=padding, bias=bias)
+        stem = Stem(channels, planes, size, padding=padding, bias=bias)
+    plain = nn.Conv2d(channels, planes, size, padding=padding, bias=bias)
     plain.load_state_dict(stem.state_dict())
-    x, c = drawn(4, channels, 9, 9), drawn(4, 6, 9 + 2 * padding - size + 1, 9 + 2 * padding - size + 1)
+    side = 9 + 2 * padding - size + 1
+    x, c = drawn(4, channels, 9, 9), drawn(4, planes, side, side)
     assert torch.equal(stem(x), plain(x))
     with BF16.lowered():
         found, parent = stem(x), plain(x)
