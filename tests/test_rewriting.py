@@ -190,6 +190,18 @@ def test_the_kernels_compute_what_the_functions_do(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gradient_may_lie_anyhow():
+    """That of a mean over pixels is one number for all of them, without memory of its own."""
+    x, spread_out = maps(8, 16, 4, 4), torch.rand(8, 16, 1, 1).expand(8, 16, 4, 4)
+    now = moments(x, torch.zeros(16), torch.ones(16), 0.1, 1e-5)
+    expected = gradient_sums(spread_out, x, now, None, None)
+    for gradient in (spread_out, spread_out.contiguous()):
+        found = gradient_sums(gradient.to("cuda"), x.to("cuda"), now.to("cuda"), None, None)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("added", [False, True])
 def test_cudnns_convolution_with_relu(added):
     low = {"dtype": torch.bfloat16}

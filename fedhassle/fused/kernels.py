@@ -88,14 +88,20 @@ def _sums(  # type: ignore[no-untyped-def]
 
 def moments(x: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float) -> Tensor:
     """(2, C): mean and 1/√(variance + ε) of each channel; the running ones move towards them."""
-    return _launch(x, mean=mean, variance=variance, momentum=momentum, eps=eps)
+    return _launch(laid(x), mean=mean, variance=variance, momentum=momentum, eps=eps)
 
 
 def gradient_sums(
     gradient: Tensor, x: Tensor, moments: Tensor, gain: Tensor | None, shift: Tensor | None
 ) -> Tensor:
     """(2, C): Σg and Σg·x̂, with g zero where a ReLU of gain·x̂ + shift, if these are given, is zero."""
-    return _launch(x, mean=moments[0], spread=moments[1], gradient=gradient, gain=gain, shift=shift)
+    mean, spread = moments
+    return _launch(laid(x), mean=mean, spread=spread, gradient=laid(gradient), gain=gain, shift=shift)
+
+
+def laid(x: Tensor) -> Tensor:
+    """Feature maps in channels_last; a copy only of those that are not, such as a gradient spread out."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _launch(
