@@ -377,7 +377,7 @@ def test_mixmatch_mixes_all_samples_and_sharpens_its_guesses(share, rng):
     world = World(rng, ratio=1)
     draw = np.concatenate([[share], rng.random(3 * B)])
     value, images, G = mixmatch(world, draw, lambda x: f(x, world.w), lambda x: f(x, world.w), 75 * 0.4)
-    method = MixMatch(NET)
+    method = MixMatch(NET, weight=75.0)
     ramp, drawn = torch.tensor([0.4], dtype=torch.float64), torch.from_numpy(draw)
 
     def loss(leaf):
@@ -414,7 +414,7 @@ def test_mixmatch_draws_a_share_and_an_order_for_each_step():
 
 
 def test_the_weight_of_mixmatch_grows_with_the_rounds():
-    """λ_u = 75·t/T, no further than 75; without T (a method by itself) it is there at once."""
+    """By t/T, and no further than the whole; without T (a method by itself) it is there at once."""
     state = {"w": NET.initial(0)}
     sent = [MixMatch(NET, rounds=8).message(state, PARTIAL, t) for t in (1, 4, 8, 9)]
     assert [message["ramp"].tolist() for message in sent] == [[0.125], [0.5], [1.0], [1.0]]

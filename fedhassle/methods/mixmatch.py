@@ -20,7 +20,7 @@ from fedhassle.vectors import Arrays
 class MixMatch(BothParts):
     """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
-    weight: float = 75.0  # λ_u at the end; it grows with the rounds
+    weight: float = 1.0  # λ_u in the last round, to which it grows; its authors' 75: docs/methods.md
     temperature: float = 0.5  # T, which sharpens guessed labels
     alpha: float = 0.75  # of Beta(α, α), which mixes samples
     rounds: int | None = None  # over which λ_u grows; None: those of the run
