@@ -354,7 +354,7 @@ def mixmatch(world, draw, z_of, guess_of, weight, temperature=0.5):
     """MixMatch's loss of logits, the mixed images, and its gradient by the logits.
 
     Guess: mean of both views' probabilities by `guess_of`, sharpened. Images (x, a, b) and targets (y, ĝ, ĝ)
-    are mixed with those at the order of the draws, λ' = max(λ, 1 − λ) of their own. Loss: soft ℓ over the
+    are mixed with those that are drawn, λ' = max(λ, 1 − λ) of their own. Loss: soft ℓ over the
     B labelled + weight · mean over 2·B samples and M classes of (σ(z) − target)².
     """
     guess = (softmax(guess_of(world.weak)) + softmax(guess_of(world.strong))) / 2
@@ -362,7 +362,7 @@ def mixmatch(world, draw, z_of, guess_of, weight, temperature=0.5):
     guess /= guess.sum(1, keepdims=True)
     images = np.concatenate([world.x, world.weak, world.strong])
     target = np.concatenate([one_hot(world.y), guess, guess])
-    share, order = max(draw[0], 1 - draw[0]), np.argsort(draw[1:])
+    share, order = max(draw[0], 1 - draw[0]), draw[1:].astype(int)
     images = share * images + (1 - share) * images[order]
     target = share * target + (1 - share) * target[order]
     z, p = z_of(images), softmax(z_of(images))
@@ -375,7 +375,7 @@ def mixmatch(world, draw, z_of, guess_of, weight, temperature=0.5):
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_mixmatch_mixes_all_samples_and_sharpens_its_guesses(share, rng):
     world = World(rng, ratio=1)
-    draw = np.concatenate([[share], rng.random(3 * B)])
+    draw = np.concatenate([[share], rng.permutation(3 * B)])
     value, images, G = mixmatch(world, draw, lambda x: f(x, world.w), lambda x: f(x, world.w), 75 * 0.4)
     method = MixMatch(NET, weight=75.0)
     ramp, drawn = torch.tensor([0.4], dtype=torch.float64), torch.from_numpy(draw)
@@ -392,7 +392,7 @@ def test_mixmatch_mixes_all_samples_and_sharpens_its_guesses(share, rng):
 def test_mixmatch_guesses_by_statistics_and_trains_in_one_pass(rng):
     """Guesses in evaluation mode move nothing; the mixed images are normalised, and counted, all at once."""
     world, (w, statistics) = World(rng, ratio=1), normed_vector(rng)
-    draw = np.concatenate([[0.35], rng.random(3 * B)])
+    draw = np.concatenate([[0.35], rng.permutation(3 * B)])
     value, images, _ = mixmatch(
         world, draw, lambda x: normed(x, w), lambda x: normed(x, w, statistics), 10 * 0.5, temperature=0.7
     )
@@ -405,10 +405,10 @@ def test_mixmatch_guesses_by_statistics_and_trains_in_one_pass(rng):
 
 
 def test_mixmatch_draws_a_share_and_an_order_for_each_step():
-    """Beta(α, α), then a uniform for each of the B + 2·ratio·B samples, from the phase's own generator."""
+    """Beta(α, α), then an order of the B + 2·ratio·B samples, from the phase's own generator."""
     method = MixMatch(NET, batch=4, ratio=2, alpha=0.6)
     drawn, rng = method.mixing(np.random.default_rng(7)), np.random.default_rng(7)
-    assert drawn[0] == rng.beta(0.6, 0.6) and (drawn[1:] == rng.random(20)).all() and len(drawn) == 21
+    assert drawn[0] == rng.beta(0.6, 0.6) and (drawn[1:] == rng.permutation(20)).all() and len(drawn) == 21
     (both,) = method.phases(PARTIAL, 1)
     assert both.draw == method.mixing and method.phases(FULL, 1)[0].draw is None
 

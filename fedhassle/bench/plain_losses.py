@@ -68,7 +68,7 @@ def residual(module: nn.Module, dual: nn.Module, other: nn.Module, lam: float, t
 def mixmatch(module: nn.Module, weight: float, temperature: float) -> Loss:
     """Cross-entropy on mixed labelled samples + weight · squared error on mixed unlabelled ones.
 
-    Each step is handed λ and a number for each sample, whose order is whom it is mixed with.
+    Each step is handed λ and for each sample whom it is mixed with.
     """
 
     def loss(unlabelled: Batch, labelled: Batch, draw: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def mixmatch(module: nn.Module, weight: float, temperature: float) -> Loss:
         guess = guessed(module, u, temperature)
         target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
         images = torch.cat([x, u])
-        other, order = torch.minimum(draw[0], 1 - draw[0]), draw[1:].argsort()
+        other, order = torch.minimum(draw[0], 1 - draw[0]), draw[1:].long()
         z = module(images.lerp(images[order], other))
         target = target.lerp(target[order], other)
         on_labels = soft_cross_entropy(z[: len(x)], target[: len(x)]).mean()

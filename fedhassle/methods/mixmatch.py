@@ -40,9 +40,9 @@ class MixMatch(BothParts):
         return replace(super().on_both(), draw=self.mixing)
 
     def mixing(self, rng: np.random.Generator) -> np.ndarray:
-        """λ, and a number for each sample: their order is whom it is mixed with."""
+        """λ, and for each sample whom it is mixed with."""
         share = rng.beta(self.alpha, self.alpha, 1)
-        return np.concatenate([share, rng.random(self.batch * (1 + 2 * self.ratio))])
+        return np.concatenate([share, rng.permutation(self.batch * (1 + 2 * self.ratio))])
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """The model, and how far λ_u has grown: a tensor, since it changes from round to round."""
@@ -66,5 +66,5 @@ class MixMatch(BothParts):
 
     def mixed(self, x: Tensor, target: Tensor, draw: Tensor) -> Sequence[Tensor]:
         """Each sample and its target, mixed with those of another: λ' = max(λ, 1 − λ) of its own."""
-        share, order = torch.maximum(draw[0], 1 - draw[0]), draw[1:].argsort()
+        share, order = torch.maximum(draw[0], 1 - draw[0]), draw[1:].long()
         return x.lerp(x[order], 1 - share), target.lerp(target[order], 1 - share)
