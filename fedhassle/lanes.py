@@ -156,7 +156,7 @@ class Lane:
             return run
         try:
             with QUIET.broken():
-                run()  # libraries choose their kernels and take their memory now, not while being recorded
+                program.try_out(recipe, steps)  # libraries choose their kernels now, not in a capture
                 self.stream.synchronize()
             return captured(run, self.pool)
         except torch.OutOfMemoryError:

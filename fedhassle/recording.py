@@ -103,6 +103,10 @@ class Program:
         for i in range(steps):
             recipe.step(self.buffers, sight.at(i))
 
+    def try_out(self, recipe: Recipe, steps: int) -> None:
+        """Each kernel of such a run, once: its first step alone."""
+        recipe.step(self.buffers, recipe.look(self.buffers, self.course.between(0, steps)).at(0))
+
     def names_asked(self, job: Job, engine: Engine) -> set[str]:
         """The received names that a step asks for."""
         with engine.lowered():

@@ -11,6 +11,7 @@ import pytest
 import small
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.engine import Engine
 from fedhassle.graphs import Compiler
@@ -359,6 +360,33 @@ def test_a_program_starts_every_job_from_nothing_but_what_it_is_given():
 
 
 # Traced, and replayed
+
+
+class Kernels(TorchDispatchMode):
+    """Notes which operations are made on which shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        self.made.add((str(operation), *(tuple(v.shape) for v in tensors)))
+        return operation(*args, **(kwargs or {}))
+
+
+@METHODS_AND_SETTINGS
+def test_what_is_tried_out_before_a_capture_are_all_the_kernels_of_it(name, settings):
+    """A library that chose a kernel in the capture itself would spoil it."""
+    engine = Engine(torch.device("cpu"))
+    for job, kept in jobs(made(name, **settings)):
+        ours = recipe(job, program(job, kept).questions(job, engine), engine)
+        found = {}
+        for run in (Program.run, Program.try_out):
+            with Kernels() as kernels:
+                run(program(job, kept), ours, STRETCH)
+            found[run] = kernels.made
+        assert found[Program.try_out] == found[Program.run]
 
 
 @pytest.fixture
