@@ -12,7 +12,7 @@ from fedhassle.errors import UserError
 from fedhassle.local import train
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle.nets import NETS, LeNet, Net, ResNet8, check_image, images_a_pass, max_pool
+from fedhassle.nets import NETS, LeNet, Net, ResNet8, Shortcut, check_image, images_a_pass, max_pool
 from fedhassle.parallel import side_by_side
 
 BUILDS = pytest.mark.parametrize(
@@ -327,3 +327,19 @@ def test_of_large_images_fewer_pass_at_once(height, width, expected):
     for channels in (1, 3):
         images = torch.zeros(1, 1, 1, channels, dtype=torch.uint8).expand(5, height, width, channels)
         assert images_a_pass(images) == expected
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (7, 5), (1, 2)])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_a_shortcut_is_a_convolution_with_a_stride(height, width, stride):
+    """Weights of one go into the other; values and gradients are the same."""
+    shortcut, plain = Shortcut(3, 4, stride), nn.Conv2d(3, 4, 1, stride, bias=False)
+    plain.load_state_dict(shortcut.state_dict())
+    x = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    ours, theirs = (
+        (z, *torch.autograd.grad(z.square().sum(), [x, layer.weight]))
+        for layer in (shortcut, plain)
+        for z in [layer(x)]
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected)
