@@ -131,6 +131,22 @@ def test_a_residual_network_is_rewritten_as_far_as_it_goes():
     assert "aten._native_batch_norm_legit" not in made and "aten.native_batch_norm_backward" not in made
 
 
+@pytest.mark.parametrize(("shape", "fits"), [((2, 4, 6, 6), True), ((1, 4, 1, 1), False), ((4, 1, 1), False)])
+def test_a_frozen_norm_is_folded_only_with_an_addition_of_its_like(shape, fits):
+    """What is smaller would have to be repeated, which cuDNN does not do."""
+
+    def step(x, kernel, moments, other):
+        z = F.batch_norm(F.conv2d(x, kernel, padding=1), moments[0], moments[1], moments[2], moments[3])
+        return F.relu(z + other)
+
+    low = {"dtype": torch.bfloat16}
+    other = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    given = maps(2, 3, 6, 6, **low), maps(4, 3, 3, 3, seed=1, **low), torch.rand(4, 4) + 0.5, other
+    graph = in_fewer_kernels(traced(step, given), given)
+    assert ("fedhassle.convolve_relu" in operations(graph)) == fits
+    torch.testing.assert_close(graph(*given).float(), step(*given).float(), rtol=0.05, atol=0.5)
+
+
 def test_in_bfloat16_it_is_no_further_from_the_truth():
     net = Net(ResNet8, (3, 12, 12), 4, 0.25)
     given, low = inputs_of(net), step_of(net, low=True)

@@ -89,9 +89,13 @@ class Rewriting(Interpreter):
         plain = bias is None and not transposed and groups == 1 and set(dilation) == {1}
         if not plain or gain is None or not suits(x) or x.dtype != torch.bfloat16:
             return None
+        made = self.env[before]
+        if other is not None and (other.shape, other.dtype) != (made.shape, made.dtype):
+            return None  # cuDNN adds its like alone
         factor = gain * torch.rsqrt(variance + eps)
         kernel = (kernel * factor[:, None, None, None]).to(x.dtype)
-        made: Tensor = convolve_relu(x, kernel, (shift - mean * factor).to(x.dtype), other, stride, padding)
+        made = convolve_relu(x, kernel, (shift - mean * factor).to(x.dtype), other, stride, padding)
+        assert isinstance(made, Tensor)
         return made
 
 
