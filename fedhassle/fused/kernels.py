@@ -14,9 +14,9 @@ from torch import Tensor
 WIDTH = 64  # channels of a tile, at most
 ENTRIES = 2048  # of a tile
 TILES = 4  # loaded at once, so that the memory is kept busy
-WARPS = 8
+WARPS = 4
 PROGRAMS = 256  # at most: two for each multiprocessor of a large GPU
-ADDED = 8192  # entries of what the programs leave that are loaded at once
+ADDED = 4096  # entries of what the programs leave that are loaded at once
 
 # Of each stream, whose kernels never run at once; zero between them.
 counters: dict[tuple[torch.device, int], Tensor] = {}
