@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +26,8 @@ class Compiler:
 
     def __init__(self) -> None:
         self._fused: dict[Hashable, Callable[..., Any]] = {}
+        # It warns of each matrix product whose ways it cannot compare by time: nothing for a user to mend.
+        logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.ERROR)
 
     def __call__(self, function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
         """The function, for trees of the same shapes.
