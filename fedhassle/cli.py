@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fedhassle.commands import (
     about,
@@ -24,6 +25,15 @@ from fedhassle.commands import (
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
 
+
+class Plain(TyperCommand):
+    """A command whose help has brackets as they are: Typer escapes them even where it marks nothing up."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Returns the help."""
+        return super().get_help(ctx).replace(r"\[", "[")
+
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -38,16 +48,16 @@ for command in (
     *(models.predict, models.evaluate, models.export),
     *(reproduce.reproduce, report.report, about.bench, about.methods),
 ):
-    app.command()(command)
+    app.command(cls=Plain)(command)
 app.add_typer(data_app, name="data")
-data_app.command("list")(about.data_list)
-data_app.command("check")(site.check)
+data_app.command("list", cls=Plain)(about.data_list)
+data_app.command("check", cls=Plain)(site.check)
 app.add_typer(federation_app, name="federation")
 for part in (
     *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),
     *(federation.server, federation.node, federation.run, federation.status, federation_demo.demo),
 ):
-    federation_app.command()(part)
+    federation_app.command(cls=Plain)(part)
 
 
 def show_version(wanted: bool) -> None:

@@ -13,6 +13,8 @@ from typer.main import get_command
 from fedhassle.cli import app
 from fedhassle.commands.options import asked
 from fedhassle.config import resolve
+from fedhassle.reproduce.experiment import cells, read_experiment
+from fedhassle.reproduce.ledger import Ledger
 from fedhassle.requested import read
 
 ROOT = Path(__file__).parents[1]
@@ -91,3 +93,9 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
         assert len(scores) == 10
         assert shown == f"{statistics.fmean(scores):.2f} ± {statistics.stdev(scores):.2f}"
         assert (low, high) == (f"{min(scores):.2f}", f"{max(scores):.2f}")
+
+
+def test_the_experiment_of_the_readme_is_that_of_its_runs():
+    ledger = Ledger(ROOT / "results")
+    runs = [cell.identity for cell in cells(read_experiment(str(ROOT / "docs" / "ten-seeds.toml")))]
+    assert len(runs) == 20 and all(run in ledger for run in runs)
