@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +28,8 @@ from fedhassle.card import model_card
 from fedhassle.config import DEVICES_OWN, Settings, method_class, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.layout import kind_of
-from fedhassle.data.partition import Split, pooled
-from fedhassle.errors import UserError
+from fedhassle.data.partition import Split, pooled, steps_on_labels
+from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy
 from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
 from fedhassle.memory import Memory
@@ -167,11 +167,13 @@ def release(folder: Folder) -> None:
             path.rmdir()
 
 
-def start(requested: Requested, out: Path | None = None) -> Run:
+def start(
+    requested: Requested, out: Path | None = None, load: Callable[[Settings], Dataset] = build_dataset
+) -> Run:
     """A new run in its own folder."""
     folder = claim(requested, out)
     try:
-        return prepare(folder)
+        return prepare(folder, load=load)
     except UserError:
         release(folder)
         raise
@@ -179,14 +181,15 @@ def start(requested: Requested, out: Path | None = None) -> Run:
 
 def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = None) -> list[Run]:
     """New runs, each in a folder of its own beneath one for all."""
+    require(bool(requests), "there is no run to make: each setting that varies needs a value at least")
     home = Path(out) if out else default_folder(requests[0][1])
     twice = sorted({name for name, _ in requests if [n for n, _ in requests].count(name) > 1})
     if twice:
         raise UserError(f"{twice[0]!r} is there twice: each run needs a name of its own")
-    there, started = home.exists(), list[Run]()
+    there, started, load = home.exists(), list[Run](), Loader()
     try:
-        for name, requested in requests:
-            started.append(start(requested, home / re.sub(r"[^\w.%-]+", ".", name)))
+        for name, (_, requested) in zip(folder_names([n for n, _ in requests]), requests, strict=True):
+            started.append(start(requested, home / name, load))
     except UserError:
         for run in started:
             release(run.folder)
@@ -194,6 +197,31 @@ def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = 
             home.rmdir()
         raise
     return started
+
+
+def folder_names(names: Sequence[str]) -> list[str]:
+    """Names of folders for runs of these names, with a number behind those that would be the same."""
+    made: list[str] = []
+    for name in names:
+        plain = file_name(name) or "run"
+        tries = itertools.chain([plain], (f"{plain}-{n}" for n in itertools.count(2)))
+        made.append(next(name for name in tries if name not in made))
+    return made
+
+
+class Loader:
+    """Loads the images of runs, once for all that train on the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Dataset] = {}
+
+    def __call__(self, settings: Settings) -> Dataset:
+        """The images of one run."""
+        drawn = settings.seed if settings.data.holdout else None  # what is held out
+        key = f"{settings.data.model_dump_json()} {drawn}"
+        if key not in self._known:
+            self._known[key] = build_dataset(settings)
+        return self._known[key]
 
 
 def reopen(path: Path, device: str | None = None) -> Run:
@@ -208,21 +236,24 @@ def reopen(path: Path, device: str | None = None) -> Run:
     return prepare(folder, device)
 
 
-def prepare(folder: Folder, device: str | None = None) -> Run:
+def prepare(
+    folder: Folder, device: str | None = None, load: Callable[[Settings], Dataset] = build_dataset
+) -> Run:
     """Builds all that a run needs; for another device than recorded, what suits that is chosen anew."""
     requested = recorded(folder)
     if device is not None and resolved_device(device) != recorded_device(requested):
         layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
         requested = Requested((*layers, {"device": device}))
     settings = checked(requested)
-    dataset = build_dataset(settings)
+    dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     split.check(len(dataset.y_train))
     drawn, there = settings.clients_per_round, len(split.names)
     if drawn > there:
         raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
-    of_run = {"rounds": settings.rounds, "share": drawn / there}
     name, values = settings.method.name, settings.method.settings
+    steps = steps_on_labels(split, drawn, values["epochs"], values["batch"])
+    of_run = {"rounds": settings.rounds, "steps": steps}
     method = build_method(name, values, build_net(settings, dataset), of_run)
     return Run(folder, settings, dataset, split, method)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from fedhassle.build import build_engine
 from fedhassle.launch import Run, carry_out, heard
 from fedhassle.runs import Step
 from fedhassle.streams import STREAMS
+
+E = TypeVar("E", bound=BaseException)
 
 AT_ONCE = 12  # runs that share a GPU, where nobody says how many: each lane takes memory
 
@@ -85,6 +88,12 @@ def own_stream(device: torch.device) -> Iterator[None]:
         STREAMS.give_back(stream)
 
 
+def without_locals(error: E) -> E:
+    """An error that does not keep alive what its run held: images, and on a GPU streams and graphs."""
+    traceback.clear_frames(error.__traceback__)
+    return error
+
+
 def in_turn(runs: Iterable[Run]) -> Generator[Event]:
     """One run after another."""
     for i, run in enumerate(runs):
@@ -94,7 +103,7 @@ def in_turn(runs: Iterable[Run]) -> Generator[Event]:
             for step in carry_out(run):
                 yield Event(i, step=step)
         except Exception as raised:
-            error = raised
+            error = without_locals(raised)
         yield Event(i, error=error)
 
 
@@ -116,7 +125,7 @@ def side_by_side(runs: Iterable[Run], width: int | None = None) -> Generator[Eve
                     if stop.is_set():
                         break
         except BaseException as raised:
-            error = raised
+            error = without_locals(raised)
         events.put(Event(i, error=error))
 
     waiting, going = enumerate(runs), dict[int, threading.Thread]()

@@ -33,6 +33,7 @@ from by_hand import (
 
 from fedhassle import losses
 from fedhassle.data.partition import pooled
+from fedhassle.launch import start
 from fedhassle.local import train
 from fedhassle.method import Batch, Client, Model, Update, as_models
 from fedhassle.methods import (
@@ -49,6 +50,7 @@ from fedhassle.methods import (
 )
 from fedhassle.methods.fedmatch import majority
 from fedhassle.randomness import generator
+from fedhassle.requested import request
 from fedhassle.vectors import size_in_bytes
 
 FULL, PARTIAL, UNLABELLED = Client("f", 40, 0), Client("p", 10, 70), Client("u", 0, 90)
@@ -849,13 +851,23 @@ def test_the_distance_of_networks_is_a_sum_over_tensors(rng):
 # References
 
 
-@pytest.mark.parametrize(
-    ("labelled", "share", "steps"), [(1000, 0.4, 12), (1000, None, 31), (10, 0.4, 1), (5000, 0.4, 62)]
-)
-def test_the_central_reference_makes_the_steps_of_a_round(labelled, share, steps):
-    """E·share·n_L/B, rounded, at least one: 4·0.4·1000/128 = 12.5, and 4·1000/128 = 31.25."""
-    (phase,) = Central(NET, epochs=4, share=share).phases(Client("all", labelled, 0), 1)
-    assert phase.length(Client("all", labelled, 0)) == steps
+@pytest.mark.parametrize(("steps", "expected"), [(7, 7), (None, 32)])
+def test_the_central_reference_makes_the_steps_of_a_round(steps, expected):
+    """Else those of its epochs: 4·⌈1000/128⌉."""
+    everyone = Client("all", 1000, 0)
+    (phase,) = Central(NET, epochs=4, steps=steps).phases(everyone, 1)
+    assert phase.length(everyone) == expected
+    assert Central(NET, steps=steps).phases(Client("nobody", 0, 5), 1) == ()
+
+
+def test_the_central_reference_makes_as_many_steps_as_fedavg_on_average(tmp_path):
+    words = {"rounds": 1, "split.labels": "10%", "data.name": "fmnist-mini"}
+    central = start(request("paper", words | {"method": "central"}), tmp_path / "central")
+    fedavg = start(request("paper", words | {"method": "fedavg"}), tmp_path / "fedavg")
+    counts = zip(central.split.labelled, central.split.unlabelled, strict=True)
+    clients = [Client("k", len(labelled), len(unlabelled)) for labelled, unlabelled in counts]
+    steps = [phase.length(client) for client in clients for phase in fedavg.method.phases(client, 1)]
+    assert central.method.steps == round(sum(steps) * 8 / 20) == 56
 
 
 def test_the_central_reference_has_all_labels_in_one_place():

@@ -1,7 +1,9 @@
 """Several runs in one process: in turn, or side by side in threads."""
 
+import gc
 import json
 import logging
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.launch import start_several
 from fedhassle.requested import request, variations
+from fedhassle.simulator import Simulator
 
 QUICK = ["rounds=2", "method.epochs=1", "evaluate_every=1"]
 HASSLE = ["method=hassle", "method.residual_steps=2"]
@@ -71,6 +74,22 @@ def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
     assert isinstance(found[0], DivergedError) and found[1] is None
     assert (tmp_path / "good" / "summary.json").exists()
     assert not (tmp_path / "bad" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("way", [together.side_by_side, together.in_turn])
+def test_an_error_does_not_keep_alive_what_its_run_held(tmp_path, way, monkeypatch):
+    held = weakref.WeakSet()
+
+    class Watched(Simulator):
+        def __init__(self, *given):
+            super().__init__(*given)
+            held.add(self)
+
+    monkeypatch.setattr("fedhassle.launch.Simulator", Watched)
+    choices = [(name, ["method.lr=1e30", "method.clip=0"]) for name in ("one", "two")]
+    errors = ends(way(launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])))
+    gc.collect()
+    assert all(isinstance(error, DivergedError) for error in errors.values()) and not held
 
 
 def test_each_run_logs_to_its_own_file(tmp_path):
@@ -184,6 +203,25 @@ def test_a_mistake_in_one_choice_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "all").exists()
     code, _, err = call("run", "quick", "--vary", "seed=1,1", "--out", tmp_path / "all")
     assert code == 2 and "twice" in err and not (tmp_path / "all").exists()
+
+
+def test_every_run_gets_a_folder_that_can_be_made(tmp_path):
+    names = ["/a/b.npz", "[0.5]", "x" * 300, "a/b", "a b", "...", "seed"]
+    runs = launched(tmp_path, *((name, [f"seed={i}"]) for i, name in enumerate(names)))
+    found = [run.folder.path.name for run in runs]
+    assert found == ["a.b.npz", "0.5", "x" * 40, "a.b", "a.b-2", "run", "seed"]
+
+
+def test_the_images_of_runs_are_loaded_once(tmp_path):
+    words = [["seed=0"], ["seed=1"], ["data.holdout=0.1", "seed=0"], ["data.holdout=0.1", "seed=1"]]
+    runs = launched(tmp_path, *((str(i), word) for i, word in enumerate(words)))
+    assert runs[0].dataset is runs[1].dataset
+    assert len({id(run.dataset) for run in runs}) == 3
+
+
+def test_no_run_at_all_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no run to make"):
+        fedhassle.run_several("quick", vary={"seed": []}, out=tmp_path / "none")
 
 
 def test_the_error_of_a_run_is_told_after_the_others_are_done(tmp_path):

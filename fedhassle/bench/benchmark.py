@@ -29,7 +29,7 @@ from fedhassle.bench.measure import (
 from fedhassle.bench.plain import images_on
 from fedhassle.bench.tables import methods_table, scaling_table
 from fedhassle.data.datasets import CATALOGUE, Dataset
-from fedhassle.data.partition import Split, split
+from fedhassle.data.partition import Split, pooled, split, steps_on_labels
 from fedhassle.engine import LANES, Engine, Precision
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_json
@@ -147,12 +147,12 @@ class Bench:
         began = time.perf_counter()
         net = self.net()
         dataset = synthetic(LIKE[self.net_name], self.size.images)
-        methods = {name: self.method(name, net) for name in chosen(self.options.methods)}
+        parts = split(dataset.y_train, clients=CLIENTS, labels="10%")
+        methods = {name: self.method(name, net, parts) for name in chosen(self.options.methods)}
         self.tell("the device's matrix peak")
         peak = matrix_peak(self.device, self.size.side, self.threads)
         about = {"settings": self.settings(), "peak": {"flops_per_second": peak, "side": self.size.side}}
         plains = self.plains(methods, dataset)
-        parts = split(dataset.y_train, clients=CLIENTS, labels="10%")
         figures: dict[str, Any] = {}
         for name, method in methods.items():
             figures[name] = self.rounds(name, method, dataset, parts, plains[name], peak)
@@ -174,10 +174,11 @@ class Bench:
         like = CATALOGUE[LIKE[self.net_name]]
         return Net(NETS[self.net_name], like.shape, like.classes)
 
-    def method(self, name: str, net: Net) -> Method:
+    def method(self, name: str, net: Net, parts: Split) -> Method:
         """A method with the settings of this benchmark, as far as it has them."""
         size, kind = self.size, METHODS[name]
         wanted = {"batch": size.batch, "epochs": size.epochs, "residual_steps": size.residual_steps, "lr": LR}
+        wanted |= {"steps": steps_on_labels(parts, PER_ROUND, size.epochs, size.batch)}
         known = {field.name for field in dataclasses.fields(kind)}
         return kind(net=net, **{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
 
@@ -217,6 +218,7 @@ class Bench:
     ) -> dict[str, Any]:
         """Our rounds of one method."""
         self.tell(f"{name}: our rounds{' (compiling takes a while)' if self.engine.compile else ''}")
+        parts = pooled(parts) if method.pooled else parts
         simulator = Simulator(dataset, parts, 0, self.engine, self.threads)
         costs = Costs(
             samples_of_step(method),

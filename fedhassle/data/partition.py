@@ -259,6 +259,12 @@ def pooled(split: Split) -> Split:
     return Split((np.sort(np.concatenate(split.labelled)),), (np.empty(0, np.int64),), split.notes)
 
 
+def steps_on_labels(split: Split, drawn: int, epochs: int, batch: int) -> int:
+    """The steps of a round in which those drawn walk over their labels, on average; at least one."""
+    each = [epochs * -(-len(labelled) // batch) for labelled in split.labelled]
+    return max(1, round(drawn / len(each) * sum(each)))
+
+
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
     """One row for each client."""
     y = np.asarray(y)

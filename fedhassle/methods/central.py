@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedhassle.errors import require
-from fedhassle.method import Client, Descent, Phase, Stream
+from fedhassle.method import Client, Phase
 from fedhassle.methods.fedavg import FedAvg
 
 
@@ -14,16 +14,15 @@ from fedhassle.methods.fedavg import FedAvg
 class Central(FedAvg):
     """A reference: the labelled data of all clients in one place, as many steps a round as FedAvg makes."""
 
-    share: float | None = None  # of the clients that take part in a round; None: those of the run
+    steps: int | None = None  # a round; None: as many as FedAvg's clients make in the run, on average
 
     pooled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.share is None or 0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(self.steps is None or self.steps >= 1, f"steps must be at least 1, got {self.steps}")
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """The epochs of a round, by the share of clients that would have made them."""
-        steps = max(1, round(self.epochs * (self.share or 1.0) * client.labelled / self.batch))
-        walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.sgd())
-        return (Phase("labelled", (walk,), (descent,), steps=steps),) if client.labelled else ()
+        """FedAvg's walk, but so many steps of it."""
+        walks = super().phases(client, t)
+        return tuple(replace(walk, epochs=0, steps=self.steps) for walk in walks) if self.steps else walks
