@@ -99,6 +99,16 @@ def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+def test_what_a_seed_holds_out_does_not_change_the_hash(images):
+    words = [f"data={images}", "data.holdout=0.2"]
+    both = [resolved(*words, f"seed={seed}") for seed in (0, 1)]
+    one, other = (build_dataset(settings) for settings in both)
+    assert one.x_test.tobytes() != other.x_test.tobytes()
+    hashes = [hash_before(settings) for settings in both]
+    hashes += [settings_hash(both[0], one, small.SPLIT), settings_hash(both[1], other, small.SPLIT)]
+    assert len(set(hashes)) == 1
+
+
 def test_the_hash_knows_a_split_in_a_file_by_its_content():
     dataset, here, there = small.dataset(), resolved("split.file=here"), resolved("split.file=there")
     other = dataclasses.replace(small.SPLIT, labelled=small.SPLIT.labelled[::-1])

@@ -1,6 +1,7 @@
 """The data sets by name, and a user's own images in an .npz."""
 
 import difflib
+import hashlib
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from fedhassle.data import download, npz
 from fedhassle.data.npz import Images, Labels
@@ -29,6 +31,7 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # weak augmentation: random horizontal flip
     crop: int  # weak augmentation: random crop after reflect padding by so many pixels; 0 is none
+    content: str | None = None  # the hash of a user's own file, whatever was held out of it since
 
     @property
     def classes(self) -> int:
@@ -213,7 +216,16 @@ def _own(path: Path) -> Dataset:
     mean, std = statistics(arrays.x_train)
     net = "lenet" if channels == 1 else "resnet8"
     # With its suffix the name cannot pass for one of the catalogue; the crop is CIFAR's, 4 pixels of 32.
-    return Dataset(path.name, *arrays, net, mean, std, flip=True, crop=min(height, width) // 8)
+    crop = min(height, width) // 8
+    return Dataset(path.name, *arrays, net, mean, std, True, crop, hashed(*arrays[:4]))
+
+
+def hashed(*arrays: npt.NDArray[np.generic]) -> str:
+    """A short hash of what arrays hold."""
+    content = hashlib.sha256()
+    for array in arrays:
+        content.update(array.tobytes())
+    return content.hexdigest()[:16]
 
 
 def statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
