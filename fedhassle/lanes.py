@@ -151,18 +151,23 @@ class Lane:
         self, key: Hashable, job: Job, program: Program, recipe: Recipe, steps: int
     ) -> Callable[[], None]:
         """A stretch of steps as one graph; where there is no GPU or it cannot be captured, as a function."""
-        run = partial(program.run, recipe, steps)
         if self.stream is None or not recipe.capture:
-            return run
+            return partial(eagerly, program, recipe, steps)
         try:
             with QUIET.broken():
                 program.try_out(recipe, steps)  # libraries choose their kernels now, not in a capture
                 self.stream.synchronize()
-            return captured(run, self.pool)
+            return captured(partial(program.run, recipe, steps), self.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            return partial(program.run, self.recipes.give_up(key, job, error), steps)
+            return partial(eagerly, program, self.recipes.give_up(key, job, error), steps)
+
+
+def eagerly(program: Program, recipe: Recipe, steps: int) -> None:
+    """A stretch of steps that is not captured."""
+    with QUIET.broken():
+        program.run(recipe, steps)
 
 
 class Lanes:
@@ -244,6 +249,8 @@ class Lanes:
 
     def _get_ready(self, work: Sequence[Chain]) -> None:
         """Records what is new on the first lane, and opens as many lanes as there is work and memory for."""
+        if not work:
+            return
         jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
         new = {key: pair for pair in jobs if (key := shape_of(*pair)) not in self.seconds}
         new = {key: pair for key, pair in new.items() if self.recipes.worth_it(key, pair[0])}

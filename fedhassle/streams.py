@@ -21,7 +21,7 @@ class Streams:
     def __init__(self, make: Callable[[torch.device, int], torch.cuda.Stream]) -> None:
         self._make = make
         self._free: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lane that the collector frees gives its stream back, at any time
 
     def take(self, device: torch.device, priority: int = USUAL) -> torch.cuda.Stream | None:
         """A stream of this priority, else of the other; None where all are lent."""
@@ -42,7 +42,7 @@ class Streams:
     def _of(self, device: torch.device, priority: int) -> list[torch.cuda.Stream]:
         key = (device, priority)
         if key not in self._free:
-            self._free[key] = [self._make(device, priority) for _ in range(EACH)]
+            self._free.setdefault(key, [self._make(device, priority) for _ in range(EACH)])
         return self._free[key]
 
 

@@ -1,9 +1,11 @@
 """Lanes: whatever they do side by side, each client ends in the bits of training it alone, step by step."""
 
+import gc
 import itertools
 import logging
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -395,6 +397,29 @@ def test_a_stream_has_one_holder_at_a_time():
     assert streams.take(device, FIRST) is taken[3] and streams.take(device, USUAL) is None
 
 
+def test_a_stream_may_come_back_while_another_is_taken():
+    """The collector may free a lane at any time: here while streams are made."""
+    device = torch.device("cuda", 0)
+    streams = Streams(lambda device, priority: (gc.collect(), Lent(device, priority))[1])
+
+    class Holder:
+        """What is freed by the collector alone."""
+
+        def __init__(self):
+            self.itself = self
+
+    held = streams.take(device)
+    lane = Holder()
+    weakref.finalize(lane, streams.give_back, held)
+    del lane
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(streams.take(device, FIRST)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [stream.priority for stream in taken] == [FIRST]
+    assert held in [streams.take(device) for _ in range(EACH)]
+
+
 def test_another_gpu_has_streams_of_its_own():
     streams = Streams(Lent)
     made = [streams.take(torch.device("cuda", i), FIRST) for i in (0, 1)]
@@ -487,6 +512,16 @@ def test_a_client_that_does_nothing_keeps_what_it_has():
 
 
 # Out of memory
+
+
+def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkeypatch):
+    """A first round that asks nobody says nothing of it."""
+    made, seen = pool(2), []
+    monkeypatch.setattr(made, "_taken", lambda: seen.append([len(lane.programs) for lane in made.lanes]) or 0)
+    assert made.train([]) == []
+    (site,) = by_size(8)
+    made.train([visit(FedAvg(LINEAR, batch=4, epochs=1), site, START, None, 1, 0)])
+    assert seen == [[], [1]]
 
 
 def failing(monkeypatch, calls):
