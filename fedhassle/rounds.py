@@ -10,6 +10,7 @@ from fedhassle.data.layout import Kind
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update
 from fedhassle.randomness import generator
+from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays, all_finite
 
 log = logging.getLogger("fedhassle")
@@ -59,6 +60,7 @@ class Round(NamedTuple):
     state: Arrays
     clients: tuple[Client, ...]  # those drawn
     replies: tuple[Reply, ...]  # those merged
+    dropped: tuple[Reply, ...] = ()  # those with NaN or infinity
 
 
 def federate(
@@ -72,11 +74,12 @@ def federate(
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
-        replies = sound(federation.train(method, messages, t), t)
+        replies, dropped = sound(federation.train(method, messages, t), t)
         updates = [reply.update for reply in replies]
-        state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
+        with QUIET.broken():  # it may ask a network
+            state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
         tell_untrained(method, updates, t)
-        yield Round(t, state, clients, replies)
+        yield Round(t, state, clients, replies, dropped)
 
 
 def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
@@ -86,11 +89,12 @@ def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
     return tuple(clients[k] for k in sorted(drawn.tolist()))
 
 
-def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
-    """The replies without NaN or infinity; the clients of the others are named, and drop out of the round."""
+def sound(replies: Sequence[Reply], t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:
+    """The replies without NaN or infinity, and the others, whose clients are named and drop out."""
     finite = all_finite([list(reply.update.arrays.values()) for reply in replies])
     good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)
-    bad = [reply.update.client.name for reply, ok in zip(replies, finite, strict=True) if not ok]
+    dropped = tuple(reply for reply, ok in zip(replies, finite, strict=True) if not ok)
+    bad = [reply.update.client.name for reply in dropped]
     if bad and not good:
         raise DivergedError(
             f"round {t}: the updates of all clients ({', '.join(bad)}) hold NaN or infinite values; what "
@@ -98,7 +102,7 @@ def sound(replies: Sequence[Reply], t: int) -> tuple[Reply, ...]:
         )
     if bad:
         log.warning("round %d: dropped %s: NaN or infinite values in the update", t, ", ".join(bad))
-    return good
+    return good, dropped
 
 
 def tell_untrained(method: Method, updates: Sequence[Update], t: int) -> None:

@@ -188,11 +188,13 @@ class Tally:
         self.method = method
         self.models: dict[str, None] = {}
         self.replies: list[Reply] = []
+        self.dropped: list[Reply] = []  # which have travelled all the same
         self.drawn: list[Client] = []
 
     def add(self, done: Round) -> None:
-        """Takes in a round, but for the models, which would fill the memory."""
-        self.replies.extend(r._replace(update=r.update._replace(arrays={})) for r in done.replies)
+        """Takes in a round."""
+        self.replies.extend(map(without_arrays, done.replies))
+        self.dropped.extend(map(without_arrays, done.dropped))
         self.drawn.extend(done.clients)
         self.models |= dict.fromkeys(sorted(trainable(self.method, done.t)))
 
@@ -203,8 +205,8 @@ class Tally:
             "accuracy": scores.accuracy,
             "loss": self.losses(),
             "pseudo_label_accuracy": self.labelling(),
-            "bytes_down": self.by_kind([r.bytes_down for r in self.replies]),
-            "bytes_up": self.by_kind([r.bytes_up for r in self.replies]),
+            "bytes_down": self.by_kind(lambda reply: reply.bytes_down),
+            "bytes_up": self.by_kind(lambda reply: reply.bytes_up),
             "clients": {kind: sum(c.kind == kind for c in self.drawn) for kind in KINDS},
             "seconds": round(seconds, 3),
             **scores.more,
@@ -227,10 +229,15 @@ class Tally:
         right, given = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
         return right / given if given else None
 
-    def by_kind(self, amounts: Sequence[int]) -> dict[str, int]:
-        """Amounts, one per reply, added up by kind of client."""
-        pairs = list(zip(self.replies, amounts, strict=True))
-        return {kind: sum(n for r, n in pairs if r.update.client.kind == kind) for kind in KINDS}
+    def by_kind(self, amount: Callable[[Reply], int]) -> dict[str, int]:
+        """An amount of each reply, added up by kind of client."""
+        pairs = [(reply.update.client.kind, amount(reply)) for reply in (*self.replies, *self.dropped)]
+        return {kind: sum(n for found, n in pairs if found == kind) for kind in KINDS}
+
+
+def without_arrays(reply: Reply) -> Reply:
+    """A reply without the models, which would fill the memory."""
+    return reply._replace(update=reply.update._replace(arrays={}))
 
 
 def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:

@@ -14,6 +14,8 @@ from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import FedAvg, Hassle
 from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.rounds import Plan, Reply, federate, select
+from fedhassle.runs import Scores, Tally
+from fedhassle.streams import QUIET
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
@@ -54,10 +56,36 @@ def test_an_update_that_is_not_finite_is_dropped_and_named(bad, caplog):
         done = one_round(federation, {"w": torch.zeros(2)})
     assert done.state["w"].tolist() == [2.0, 2.0]
     assert [r.update.client.name for r in done.replies] == ["ann", "cat"]
+    assert [r.update.client.name for r in done.dropped] == ["bob"]
     assert [c.name for c in done.clients] == ["ann", "bob", "cat"]
     (warning,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert "bob" in warning.getMessage() and "round 1" in warning.getMessage()
     assert "ann" not in warning.getMessage() and "cat" not in warning.getMessage()
+
+
+def test_the_bytes_of_a_dropped_update_have_travelled():
+    federation = Scripted({"ann": (3, [1.0]), "bob": (9, [float("nan")])})
+    done = one_round(federation, {"w": torch.zeros(1)})
+    all_of_them = sum(reply.bytes_up for reply in (*done.replies, *done.dropped))
+    tally = Tally(FedAvg(NET))
+    tally.add(done)
+    metrics = tally.metrics(1, Scores({"model": 0.5}), 1.0)
+    assert metrics["bytes_up"] == {"full": all_of_them, "partial": 0, "unlabelled": 0}
+    assert all_of_them > done.replies[0].bytes_up > 0
+
+
+def test_networks_may_run_where_updates_are_merged():
+    """FedMatch asks one: no capture of another run may overlap."""
+
+    @dataclass(frozen=True)
+    class Asking(FedAvg):
+        def merge(self, state, updates, t, rng):
+            inside.append(QUIET._noisy)
+            return super().merge(state, updates, t, rng)
+
+    inside = []
+    one_round(Scripted({"ann": (3, [1.0])}), {"w": torch.zeros(1)}, Asking(NET))
+    assert inside == [1] and QUIET._noisy == 0
 
 
 def test_when_every_update_is_bad_the_run_ends():
