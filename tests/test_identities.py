@@ -215,6 +215,13 @@ def test_a_client_is_sent_what_its_phases_use(settings, client, names):
     assert method.message(state, client, 3).keys() == names
 
 
+@pytest.mark.parametrize("target", ["difference", "with_residual"])
+def test_no_residual_is_sent_while_none_is_trained(target):
+    method = hassle(residual_target=target, warmup=3)
+    assert method.message(method.initial(0), FULL, 3).keys() == {"w_S", "w_U"}
+    assert method.message(method.initial(0), FULL, 4).keys() >= {"w_S", "w_U", "r_US"}
+
+
 class Witness(dict):
     """A mapping that remembers what was read."""
 

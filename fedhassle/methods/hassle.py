@@ -104,9 +104,10 @@ class Hassle(Method):
         needed: set[str] = set()
         for side in self.sides(client, t):
             needed |= {side.dual}
-            needed |= {side.other} if self.mpa or self.trains_residuals(t) else set()
-            needed |= {side.residual} if self.trains_residuals(t) else set()
-            needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
+            needed |= {side.other} if self.mpa else set()
+            if self.trains_residuals(t):
+                needed |= {side.other, side.residual}
+                needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
             if side is UNSUPERVISED:  # for the pseudo-labels
                 needed |= {"w_S_before", "r_US"} if "w_S_before" in state else {"w_S"}
         return {name: vector for name, vector in state.items() if name in needed}

@@ -54,7 +54,8 @@ class MixMatch(BothParts):
     ) -> Tensor:
         """Cross-entropy on mixed labelled samples + λ_u · squared error on mixed unlabelled ones."""
         x, u = labelled.views[0], torch.cat(unlabelled.views)
-        guesses = local["w"]._replace(training=False)(u).detach().softmax(1).chunk(2)
+        now = local["w"]._replace(weights=local["w"].weights.detach(), training=False)
+        guesses = now(u).softmax(1).chunk(2)
         guess = sharpen((guesses[0] + guesses[1]) / 2, self.temperature)
         target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
         both, target = self.mixed(torch.cat([x, u]), target, *draws)
