@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.data.views import Views
+from fedhassle.errors import require
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
 from fedhassle.nets import Net, drawing, images_a_pass
 from fedhassle.randomness import generator, number
@@ -146,12 +147,29 @@ def finished(work: Generator[None, None, T]) -> T:
 def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Visit:
     """What a client is about to do in round t, with the labels that are given once a round."""
     client, networks, phases = site.client, method.networks(), method.phases(site.client, t)
+    kept = method.memory(client, message) if memory is None else memory
+    for phase in phases:
+        check_phase(phase, client, {*message, *kept})
     labels = give_labels(phases, site, as_models(message, networks))
     keys = [(seed, t, client.name, phase.name) for phase in phases]
     jobs = [Job(p, site, networks, message, labels, key) for p, key in zip(phases, keys, strict=True)]
-    kept = method.memory(client, message) if memory is None else memory
     counted = count_labels(labels, site.samples)
     return Visit(tuple(jobs), kept, Update(client, {}, samples_by_name(phases, client), {}, counted))
+
+
+def check_phase(phase: Phase, client: Client, there: set[str]) -> None:
+    """Says what is wrong with a phase of a method of one's own, where it would fail with less to go by."""
+    for stream in phase.streams:
+        require(
+            client.count(stream.part) > 0,
+            f"phase {phase.name!r} walks over {stream.part} data, of which {client.name} has none: "
+            f"return it from `phases` only if client.{stream.part}",
+        )
+    for name in phase.trained:
+        require(
+            name in there,
+            f"phase {phase.name!r} trains {name!r}, but {client.name} was sent {', '.join(sorted(there))}",
+        )
 
 
 def follow(visit: Visit, perform: Perform) -> Generator[None, None, Trained]:

@@ -85,6 +85,23 @@ def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (" if client.labelled else ()", "", r"'labelled' walks over labelled data, of which .* has none"),
+        ('Descent("w"', 'Descent("v"', "trains 'v', but .* was sent w"),
+    ],
+)
+def test_a_phase_that_cannot_be_made_says_why(right, wrong, message, module, images, tmp_path):
+    text = METHOD.format(field="")
+    assert right in text
+    name = f"own_phase_{len(right)}"
+    module(name, text.replace(right, wrong))
+    words = {**small.SETTINGS, "data": str(images), "method": f"{name}:Ridge", "rounds": 1, "threads": 1}
+    with pytest.raises(UserError, match=message):
+        fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("own_wrong:Absent", "cannot be imported: AttributeError"),
