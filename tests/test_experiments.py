@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from fedhassle.config import resolve
 from fedhassle.data.datasets import CATALOGUE
-from fedhassle.data.layout import layout
+from fedhassle.data.layout import layout, thinned
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.reproduce.experiment import (
@@ -59,7 +60,10 @@ def test_every_cell_of_an_experiment_builds(name):
         assert (settings.rounds, settings.evaluate_every) == (200, 2)
         samples = CATALOGUE[settings.data.name].images[0]
         split = settings.split
-        holdings = layout(split.labels, samples, split.clients, split.size, split.ratio)
+        holdings = layout(split.labels, samples, split.clients, split.size)
+        if split.ratio is not None:
+            unlabelled = np.array([holding.unlabelled for holding in holdings])
+            thinned(unlabelled, sum(holding.labelled for holding in holdings), split.ratio)
         assert settings.clients_per_round == 0.4 * len(holdings)  # "40 % of all clients"
 
 

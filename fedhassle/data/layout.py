@@ -71,9 +71,7 @@ PAPER = {
 }
 
 
-def layout(
-    labels: Labels, samples: int, clients: int = 20, size: int | None = None, ratio: float | None = None
-) -> tuple[Holding, ...]:
+def layout(labels: Labels, samples: int, clients: int = 20, size: int | None = None) -> tuple[Holding, ...]:
     """What each client holds, in the order full, partial, unlabelled or in that of a list of shares."""
     sizes = client_sizes(samples, clients, size)
     if isinstance(labels, str):
@@ -82,10 +80,7 @@ def layout(
         labelled = _labels_of_mix(_explicit(labels, clients), sizes, samples)
     else:
         labelled = _labels_of_shares(labels, sizes)
-    unlabelled = sizes - labelled
-    if ratio is not None:
-        unlabelled = thinned(unlabelled, int(labelled.sum()), ratio)
-    return tuple(Holding(int(n_l), int(n_u)) for n_l, n_u in zip(labelled, unlabelled, strict=True))
+    return tuple(Holding(int(n), int(all_ - n)) for n, all_ in zip(labelled, sizes, strict=True))
 
 
 def client_sizes(samples: int, clients: int, size: int | None = None) -> Counts:
