@@ -33,7 +33,7 @@ TELLING = {
     "hassle": {"residual_steps": 2},
     "fixmatch-global": {"confidence": 0.3},
     "sage": {"confidence": 0.3, "halving": 0.3},
-    "central": {"share": 0.5},
+    "central": {"steps": 2},
 }
 TEACHERS = {"rscfed"}  # whose clients keep something between rounds
 SPARSE = {"fedmatch"}  # whose messages are sparse, so that it is kept what a client holds
@@ -177,23 +177,22 @@ def test_its_model_is_no_larger_than_what_predicts(run):
 
 
 def test_what_a_method_leaves_open_is_the_runs():
-    """`rounds` and `share` are filled in where they are None, and only there; others have no such fields."""
-    of_run = {"rounds": 30, "share": 0.4}
+    """`rounds` and `steps` are filled in where they are None, and only there; others have no such fields."""
+    of_run = {"rounds": 30, "steps": 5}
     for name in METHODS:
         values = resolved(f"method={name}").method.settings
         method = build_method(name, values, small.net(), of_run)
-        assert getattr(method, "rounds", 30) == 30 and getattr(method, "share", 0.4) == 0.4
-        assert hasattr(method, "rounds") == (name == "mixmatch") and hasattr(method, "share") == (
-            name == "central"
-        )
+        assert getattr(method, "rounds", 30) == 30 and getattr(method, "steps", 5) == 5
+        assert hasattr(method, "rounds") == (name == "mixmatch")
+        assert hasattr(method, "steps") == (name == "central")
     given = resolved("method=mixmatch", "method.rounds=7").method.settings
     assert build_method("mixmatch", given, small.net(), of_run).rounds == 7
     assert build_method("mixmatch", resolved("method=mixmatch").method.settings, small.net()).rounds is None
 
 
-@pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "share", 4 / 6)])
+@pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "steps", 3)])
 def test_a_run_fills_in_what_a_method_leaves_open(name, field, value, without_residuals, tmp_path):
-    """Four rounds, four clients of six a round."""
+    """Four rounds, four clients of six a round; 3 + 1 + 1 batches of labels, 4/6 of which are 3."""
     small.cut([*without_residuals, f"method={name}"], tmp_path / "run", 1)
     assert getattr(reopen(tmp_path / "run").method, field) == value
 

@@ -595,13 +595,18 @@ def test_an_unlabelled_client_of_fedmatch_is_idle_or_trains_psi():
 
 
 def update(client, **arrays):
-    return Update(client, tensors(**arrays), dict.fromkeys(arrays, client.labelled + client.unlabelled), {})
+    """What a client sends that trains on its labels alone, if it has any."""
+    return Update(client, tensors(**arrays), dict.fromkeys(arrays, client.labelled or client.unlabelled), {})
 
 
-def test_fedmatch_takes_plain_means_and_remembers_what_it_needs_for_helpers(rng):
-    """σ = (a + b + c)/3 however many samples; ψ over the two that trained it. One noise image for all."""
+@pytest.mark.parametrize(
+    ("weights", "labelled", "unlabelled"), [("samples", (90, 1, 7), (5, 3)), ("clients", (1, 1, 1), (1, 1))]
+)
+def test_fedmatch_takes_means_and_remembers_what_it_needs_for_helpers(weights, labelled, unlabelled, rng):
+    """σ by labels, ψ by what has none, over the two that trained it; or plainly. One noise image for all."""
     a, b, c, p, q, old = (vector(rng) for _ in range(6))
-    method, clients = FedMatch(NET), (Client("a", 90, 0), Client("b", 1, 5), Client("c", 7, 7))
+    method = FedMatch(NET, weights=weights)
+    clients = (Client("a", 90, 0), Client("b", 1, 5), Client("c", 7, 3))
     state = tensors(sigma=old, psi=old)
     updates = [
         update(clients[0], sigma=a),
@@ -611,8 +616,9 @@ def test_fedmatch_takes_plain_means_and_remembers_what_it_needs_for_helpers(rng)
     state = {k: v.float() for k, v in state.items()}
     updates = [u._replace(arrays={k: v.float() for k, v in u.arrays.items()}) for u in updates]
     merged = method.merge(state, updates, 1, rng)
-    np.testing.assert_allclose(merged["sigma"].numpy(), (a + b + c) / 3, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(merged["psi"].numpy(), (p + q) / 2, rtol=1e-5, atol=1e-6)
+    sigma, psi = np.average([a, b, c], 0, labelled), np.average([p, q], 0, unlabelled)
+    np.testing.assert_allclose(merged["sigma"].numpy(), sigma, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(merged["psi"].numpy(), psi, rtol=1e-5, atol=1e-6)
     noise = generator("FedMatch's noise").random((1, 1, 3, 3), dtype=np.float32).astype(float)
     assert merged.keys() == {"sigma", "psi", "psi of b", "psi of c", "output of b", "output of c"}
     for name, sigma, psi in (("b", b, p), ("c", c, q)):
@@ -755,15 +761,16 @@ def tensor_lengths(gap):
     return sum(np.sqrt((gap[a:b] ** 2).sum()) for a, b in places)
 
 
-def consensus_by_hand(vectors, clients, boost=6, beta=(100, 10_000), boost_mean=False):
+def consensus_by_hand(vectors, clients, boost=6, beta=(100, 10_000), boost_mean=False, held=False):
     """Σ ω_i·w_i / Σ ω_i, ω_i = f_i·exp(−β·d_i/n_i)·(6 with labels), in numbers that cannot underflow.
 
-    n_i is all that a client holds, f_i the same [times 6 with labels], w̄ = Σ f_i·w_i / Σ f_i, d_i the sum
-    over tensors of ‖w_i − w̄‖; β is the first where anybody has labels.
+    n_i is all that a client holds, f_i what trained (its labels if it has any) or n_i [times 6 with labels],
+    w̄ = Σ f_i·w_i / Σ f_i, d_i the sum over tensors of ‖w_i − w̄‖; β is the first where anybody has labels.
     """
     sizes = [c.labelled + c.unlabelled for c in clients]
     boosts = [boost if c.labelled else 1 for c in clients]
-    first = [n * b if boost_mean else n for n, b in zip(sizes, boosts, strict=True)]
+    counts = sizes if held else [c.labelled or c.unlabelled for c in clients]
+    first = [f * b if boost_mean else f for f, b in zip(counts, boosts, strict=True)]
     centre = sum(n * v for n, v in zip(first, vectors, strict=True)) / sum(first)
     strength = beta[0] if any(c.labelled for c in clients) else beta[1]
     weights = []
@@ -781,6 +788,7 @@ def scattered(rng, n, spread=0.05):
     return [np.where(padding, 0, base + spread * rng.normal(size=base.size)) for _ in range(n)]
 
 
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("boost_mean", [False, True])
 @pytest.mark.parametrize(
     "clients",
@@ -792,10 +800,10 @@ def scattered(rng, n, spread=0.05):
     ],
     ids=["with labels", "without", "far below the smallest float", "one"],
 )
-def test_rscfeds_consensus_is_a_mean_by_size_and_distance(clients, boost_mean, rng):
+def test_rscfeds_consensus_is_a_mean_by_size_and_distance(clients, boost_mean, held, rng):
     vectors = scattered(rng, len(clients))
-    expected, shares = consensus_by_hand(vectors, clients, boost_mean=boost_mean)
-    method = RSCFed(NORMED, boost_mean=boost_mean)
+    expected, shares = consensus_by_hand(vectors, clients, boost_mean=boost_mean, held=held)
+    method = RSCFed(NORMED, boost_mean=boost_mean, weights="held" if held else "trained")
     found = method.consensus([update(c, w=v) for c, v in zip(clients, vectors, strict=True)])
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-7, atol=1e-10)
     assert len(clients) == 1 or max(shares) > 1.1 * min(shares)  # the distances matter
@@ -831,14 +839,16 @@ def test_rscfed_takes_the_mean_over_random_subsets(rng):
     assert small.same(RSCFed(NORMED).merge(state, [], 4, rng), state)
 
 
-def test_rscfed_without_distances_is_a_mean_by_sizes(rng):
-    """One subset of all, β = 0, boost 1: Σ n_i·w_i / Σ n_i over all that each holds."""
+@pytest.mark.parametrize(("weights", "counts"), [("held", (50, 60, 40)), ("trained", (5, 60, 40))])
+def test_rscfed_without_distances_is_a_mean_by_sizes(weights, counts, rng):
+    """One subset of all, β = 0, boost 1: Σ f_i·w_i / Σ f_i over all that each holds, or what trained."""
     clients = [Client("a", 5, 45), Client("b", 0, 60), Client("c", 40, 0)]
     vectors = scattered(rng, 3, spread=1.0)
-    method = RSCFed(NORMED, subsets=1, subset_size=3, boost=1.0, beta_labelled=0.0, beta_unlabelled=0.0)
+    plain = {"subsets": 1, "subset_size": 3, "boost": 1.0, "beta_labelled": 0.0, "beta_unlabelled": 0.0}
+    method = RSCFed(NORMED, weights=weights, **plain)
     updates = [update(c, w=v) for c, v in zip(clients, vectors, strict=True)]
     found = method.merge(tensors(w=vectors[0]), updates, 1, rng)["w"].numpy()
-    np.testing.assert_allclose(found, (50 * vectors[0] + 60 * vectors[1] + 40 * vectors[2]) / 150, rtol=1e-9)
+    np.testing.assert_allclose(found, np.average(vectors, 0, counts), rtol=1e-9)
 
 
 def test_the_distance_of_networks_is_a_sum_over_tensors(rng):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class FedMatch(Method):
     proximity_weight: float = 10.0  # λ_L2
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
     unlabelled: bool = False  # whether unlabelled clients train ψ
+    weights: Literal["samples", "clients"] = "samples"  # of means; its authors' clients all hold as much
     least_change: float = 5e-5  # changes up to this size are not sent, in either direction
 
     def __post_init__(self) -> None:
@@ -147,15 +149,21 @@ class FedMatch(Method):
         return [others[i] for i in order[: self.helpers]]
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
-        """Plain means of σ and ψ over those who trained them; each client's ψ and output are remembered."""
-        alike = [update._replace(samples=dict.fromkeys(update.arrays, 1)) for update in updates]
+        """Means of σ by labels and of ψ by what has none; each client's ψ and output are remembered."""
+        weighed = [update._replace(samples=self.counts(update)) for update in updates]
         known = {
             key: value
             for update in updates
             if "psi" in update.arrays
             for key, value in self.remembered(state, update).items()
         }
-        return super().merge(state, alike, t, rng) | known
+        return super().merge(state, weighed, t, rng) | known
+
+    def counts(self, update: Update) -> dict[str, int]:
+        """What an update weighs: by the samples that trained each part, or as much as any other."""
+        client = update.client
+        by_samples = {"sigma": client.labelled, "psi": client.unlabelled}
+        return by_samples if self.weights == "samples" else dict.fromkeys(by_samples, 1)
 
     def remembered(self, state: Arrays, update: Update) -> Arrays:
         """What the server keeps of a client: its ψ, and what its model makes of one fixed image of noise."""

@@ -35,6 +35,7 @@ class RSCFed(FedAvg):
     ema: float = 0.999  # of the teacher, reached with its steps
     subsets: int = 3  # random subsets of a round's clients …
     subset_size: int = 5  # … of so many
+    weights: Literal["trained", "held"] = "trained"  # f_i: the samples that trained, or all that it holds
     boost: float = 6.0  # factor on the weight of a client with labels
     boost_mean: bool = False  # also on its weight in the mean that distances are taken from
     beta_labelled: float = 100.0  # β of a subset that has a client with labels …
@@ -113,7 +114,8 @@ class RSCFed(FedAvg):
         sizes = [update.client.labelled + update.client.unlabelled for update in updates]  # n_i
         labelled = [update.client.labelled > 0 for update in updates]
         boosts = [self.boost if has else 1.0 for has in labelled]
-        first = [n * b for n, b in zip(sizes, boosts, strict=True)] if self.boost_mean else sizes
+        counts = [u.samples["w"] for u in updates] if self.weights == "trained" else sizes  # f_i
+        first = [f * b for f, b in zip(counts, boosts, strict=True)] if self.boost_mean else counts
         centre = mean(vectors, first)
         distances = torch.stack([self.net.distance(vector, centre) for vector in vectors]).tolist()
         beta = self.beta_labelled if any(labelled) else self.beta_unlabelled
