@@ -736,7 +736,8 @@ def test_a_teacher_stays_with_its_client_and_goes_on_counting():
 
 def test_who_has_a_teacher_and_learns_how_fast():
     """Labels at 0.03 with the network's clip, unlabelled clients at 0.021 clipped at 5."""
-    plain, mixed = RSCFed(NET, clip=2.0), RSCFed(NET, clip=2.0, partial="mixed")
+    plain = RSCFed(NET, clip=2.0, partial="labelled_only")
+    mixed = RSCFed(NET, clip=2.0)
     state = plain.initial(0)
     for method, client, parts, rates in (
         (plain, FULL, ["labelled"], (0.03, 2.0)),
@@ -764,7 +765,7 @@ def tensor_lengths(gap):
 def consensus_by_hand(vectors, clients, boost=6, beta=(100, 10_000), boost_mean=False, held=False):
     """Σ ω_i·w_i / Σ ω_i, ω_i = f_i·exp(−β·d_i/n_i)·(6 with labels), in numbers that cannot underflow.
 
-    n_i is all that a client holds, f_i what trained (its labels if it has any) or n_i [times 6 with labels],
+    n_i is all that a client holds, f_i its labels if it has any, or n_i [times 6 with labels],
     w̄ = Σ f_i·w_i / Σ f_i, d_i the sum over tensors of ‖w_i − w̄‖; β is the first where anybody has labels.
     """
     sizes = [c.labelled + c.unlabelled for c in clients]
@@ -803,7 +804,7 @@ def scattered(rng, n, spread=0.05):
 def test_rscfeds_consensus_is_a_mean_by_size_and_distance(clients, boost_mean, held, rng):
     vectors = scattered(rng, len(clients))
     expected, shares = consensus_by_hand(vectors, clients, boost_mean=boost_mean, held=held)
-    method = RSCFed(NORMED, boost_mean=boost_mean, weights="held" if held else "trained")
+    method = RSCFed(NORMED, boost_mean=boost_mean, weights="samples" if held else "labels")
     found = method.consensus([update(c, w=v) for c, v in zip(clients, vectors, strict=True)])
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-7, atol=1e-10)
     assert len(clients) == 1 or max(shares) > 1.1 * min(shares)  # the distances matter
@@ -839,9 +840,9 @@ def test_rscfed_takes_the_mean_over_random_subsets(rng):
     assert small.same(RSCFed(NORMED).merge(state, [], 4, rng), state)
 
 
-@pytest.mark.parametrize(("weights", "counts"), [("held", (50, 60, 40)), ("trained", (5, 60, 40))])
+@pytest.mark.parametrize(("weights", "counts"), [("samples", (50, 60, 40)), ("labels", (5, 60, 40))])
 def test_rscfed_without_distances_is_a_mean_by_sizes(weights, counts, rng):
-    """One subset of all, β = 0, boost 1: Σ f_i·w_i / Σ f_i over all that each holds, or what trained."""
+    """One subset of all, β = 0, boost 1: Σ f_i·w_i / Σ f_i over all that each holds, or its labels."""
     clients = [Client("a", 5, 45), Client("b", 0, 60), Client("c", 40, 0)]
     vectors = scattered(rng, 3, spread=1.0)
     plain = {"subsets": 1, "subset_size": 3, "boost": 1.0, "beta_labelled": 0.0, "beta_unlabelled": 0.0}

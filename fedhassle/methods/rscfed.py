@@ -23,19 +23,19 @@ from fedhassle.vectors import Arrays, mean
 class RSCFed(FedAvg):
     """RSCFed: labelled data by cross-entropy, unlabelled clients by a mean teacher that each of them keeps.
 
-    A partial client trains on its labels alone, or on both parts (`partial="mixed"`).
+    A partial client trains on both parts, or on its labels alone (`partial="labelled_only"`).
     """
 
     lr: float = 0.03  # of clients with labels
     unlabelled_lr: float = 0.021
     unlabelled_clip: float = 5.0
-    partial: Literal["labelled_only", "mixed"] = "labelled_only"
+    partial: Literal["labelled_only", "mixed"] = "mixed"
     consistency_weight: float = 0.02
     temperature: float = 0.5  # T, which sharpens the teacher's probabilities
     ema: float = 0.999  # of the teacher, reached with its steps
     subsets: int = 3  # random subsets of a round's clients …
     subset_size: int = 5  # … of so many
-    weights: Literal["trained", "held"] = "trained"  # f_i: the samples that trained, or all that it holds
+    weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if it has any; or all that it holds
     boost: float = 6.0  # factor on the weight of a client with labels
     boost_mean: bool = False  # also on its weight in the mean that distances are taken from
     beta_labelled: float = 100.0  # β of a subset that has a client with labels …
@@ -108,13 +108,18 @@ class RSCFed(FedAvg):
         found = [self.consensus([updates[i] for i in subset]) for subset in drawn]
         return state | {"w": mean(found, [1.0] * len(found))}
 
+    def count(self, client: Client) -> int:
+        """f_i, a client's weight before distances and boosts."""
+        everything = client.labelled + client.unlabelled
+        return client.labelled or everything if self.weights == "labels" else everything
+
     def consensus(self, updates: Sequence[Update]) -> Tensor:
         """Distance-reweighted averaging: w_i ∝ f_i · exp(−β·d_i/n_i), labelled clients' times `boost`."""
         vectors = [update.arrays["w"] for update in updates]
         sizes = [update.client.labelled + update.client.unlabelled for update in updates]  # n_i
         labelled = [update.client.labelled > 0 for update in updates]
         boosts = [self.boost if has else 1.0 for has in labelled]
-        counts = [u.samples["w"] for u in updates] if self.weights == "trained" else sizes  # f_i
+        counts = [self.count(update.client) for update in updates]  # f_i
         first = [f * b for f, b in zip(counts, boosts, strict=True)] if self.boost_mean else counts
         centre = mean(vectors, first)
         distances = torch.stack([self.net.distance(vector, centre) for vector in vectors]).tolist()
