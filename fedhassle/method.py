@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from torch import Tensor
@@ -92,6 +92,11 @@ class Stream:
     views: tuple[str, ...] = ("weak",)  # independent augmentations of each sample
     labels: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> y, once a round, clean images
     online: bool = False  # … or at every step, on the first view
+
+    def __post_init__(self) -> None:
+        parts = get_args(Part)
+        require(self.part in parts, f"a stream's part must be {' or '.join(parts)}, got {self.part!r}")
+        require(self.batch >= 1, f"a stream's batch must be at least 1, got {self.batch}")
 
 
 class SGD(NamedTuple):

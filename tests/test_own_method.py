@@ -89,6 +89,7 @@ def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
     [
         (" if client.labelled else ()", "", r"'labelled' walks over labelled data, of which .* has none"),
         ('Descent("w"', 'Descent("v"', "trains 'v', but .* was sent w"),
+        ('Stream("labelled"', 'Stream("labeled"', "part must be labelled or unlabelled, got 'labeled'"),
     ],
 )
 def test_a_phase_that_cannot_be_made_says_why(right, wrong, message, module, images, tmp_path):
