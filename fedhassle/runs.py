@@ -272,6 +272,19 @@ def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_mode
     }
 
 
+def spread_out(path: Path) -> list[Path]:
+    """A path as it is; a folder that is no run but holds finished ones as the folders in it."""
+    if not path.is_dir() or Folder(path).begun or finished(path):
+        return [path]
+    below = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    return below if any(map(finished, below)) else [path]
+
+
+def finished(path: Path) -> bool:
+    """Whether a path is to be read: a folder with a summary, a .json, or nothing, of which reading tells."""
+    return Folder(path).summary.exists() if path.is_dir() else path.suffix == ".json" or not path.exists()
+
+
 def read_summary(path: Path) -> Metrics:
     """The summary of a finished run, by its folder or by the file itself."""
     file = Folder(path).summary if path.is_dir() else path

@@ -128,7 +128,43 @@ def test_runs_of_different_lengths_can_be_compared(runs, tmp_path):
     assert (code, err) == (0, "")
 
 
+def test_what_is_not_finished_is_named_and_left_out(runs, wide, tmp_path):
+    """`compare runs/*`, where one run is under way and pictures lie about."""
+    for name in ("fedavg", "cut"):
+        shutil.copytree(runs / "fedavg", tmp_path / name)
+    (tmp_path / "cut" / "summary.json").unlink()
+    (tmp_path / "old.png").write_bytes(PNG)
+    code, out, err = call("compare", *sorted(tmp_path.iterdir()), "--picture", tmp_path / "x.png")
+    assert (code, err) == (0, "") and [row[0] for row in rows_of(out)].count("fedavg") == 1
+    left = f"{tmp_path / 'cut'} {tmp_path / 'old.png'}"
+    assert f"left out, without a summary.json: {left}\n" in out
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(runs, tmp_path):
+    """As `run --vary` and `reproduce` leave them; of those in it, too, the unfinished are named."""
+    place, picture = tmp_path / "runs", tmp_path / "x.png"
+    shutil.copytree(runs, place)
+    each = call("compare", *sorted(place.iterdir()), "--picture", picture)
+    assert call("compare", place, "--picture", picture) == each and each[0] == 0
+    (place / "fedavg" / "summary.json").unlink()
+    code, out, _ = call("compare", place, runs / "fedavg", "--picture", picture)
+    assert code == 0 and f"left out, without a summary.json: {place / 'fedavg'}\n" in out
+
+
 # What is refused
+
+
+def test_only_unfinished_runs_are_an_error(runs, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(runs / "fedavg", tmp_path / name)
+        (tmp_path / name / "summary.json").unlink()
+    code, _, err = call("compare", tmp_path / "one", tmp_path / "two", "--picture", tmp_path / "x.png")
+    assert code == 2 and f"fedhassle resume {tmp_path / 'one'}" in err
+
+
+def test_what_is_not_there_is_not_left_out_in_silence(runs, tmp_path):
+    code, _, err = call("compare", runs / "fedavg", tmp_path / "fedavk", "--picture", tmp_path / "x.png")
+    assert code == 2 and f"{tmp_path / 'fedavk'} does not exist" in err
 
 
 def test_an_unfinished_run_says_how_to_finish_it(runs, tmp_path):

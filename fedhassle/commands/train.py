@@ -15,6 +15,7 @@ from fedhassle.terminal import say
 
 if TYPE_CHECKING:
     from fedhassle.launch import Run
+    from fedhassle.report.groups import Group
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -120,13 +121,15 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
         raise failed[0][1]
 
 
-def show_comparison(paths: Sequence[Path]) -> None:
+def show_comparison(paths: Sequence[Path]) -> list[Group]:
     """The table of finished runs, those that differ in their seed alone together."""
     from fedhassle.report.groups import grouped
     from fedhassle.runs import read_summary
     from fedhassle.view import comparison_table
 
-    console.print(comparison_table(grouped([read_summary(path) for path in paths])))
+    groups = grouped([read_summary(path) for path in paths])
+    console.print(comparison_table(groups))
+    return groups
 
 
 def show_result(path: Path) -> None:
@@ -142,7 +145,8 @@ def show_result(path: Path) -> None:
 
 def compare(
     folders: Annotated[
-        list[Path], typer.Argument(help="Folders of finished runs, or their summary.json files.")
+        list[Path],
+        typer.Argument(help="Folders of finished runs, folders of such folders, or summary.json files."),
     ],
     picture: Annotated[Path, typer.Option(help="Where the picture goes (.png, .svg or .pdf).")] = Path(
         "compare.png"
@@ -150,14 +154,17 @@ def compare(
 ) -> None:
     """Compare runs: a table, and their curves together.
 
-    Runs that differ in their seed alone are taken together as mean ± std.
+    Runs that differ in their seed alone are taken together as mean ± std. Those without a summary.json, which
+    are not finished, are named and left out.
     """
     from fedhassle.report.curves import draw_curves
-    from fedhassle.report.groups import grouped
-    from fedhassle.runs import read_summary
-    from fedhassle.view import comparison_table
+    from fedhassle.runs import finished, spread_out
 
-    groups = grouped([read_summary(folder) for folder in folders])
-    console.print(comparison_table(groups))
+    there = [path for folder in folders for path in spread_out(folder)]
+    done = [path for path in there if finished(path)]
+    groups = show_comparison(done or there)  # if none is finished, the error names the first
     draw_curves(groups, picture)
+    if len(done) < len(there):
+        left = " ".join(str(path) for path in there if path not in done)
+        say(console, f"left out, without a summary.json: {left}")
     say(console, f"picture  {picture}")
