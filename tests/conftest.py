@@ -4,16 +4,12 @@ import multiprocessing
 import os
 import sys
 import textwrap
-import warnings
 
 import numpy as np
 import pytest
+import small
 import torch
 from hypothesis import settings
-
-with warnings.catch_warnings():  # typer's, as it is first imported: it names what click has deprecated
-    warnings.filterwarnings("ignore", r"'click\.utils\.get_\w+' is deprecated", DeprecationWarning)
-    import small
 
 torch.set_num_threads(1)
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure

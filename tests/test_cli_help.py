@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+import typing
 
 import pytest
 from small import LIMIT, call, environment
+from typer.models import ArgumentInfo
+
+from fedhassle.cli import app
 
 
 def test_methods_are_listed_one_a_line():
@@ -55,6 +59,29 @@ def test_help(command, mentioned):
     code, out, err = call(*command, "--help")
     assert (code, err) == (0, "") and all(word in out for word in mentioned)
     assert "\\" not in out
+
+
+def arguments(typer, *above):
+    """Every positional argument of every command: the command's words, and the help of the argument."""
+    for command in typer.registered_commands:
+        words = (*above, command.name or command.callback.__name__)
+        for hint in typing.get_type_hints(command.callback, include_extras=True).values():
+            found = [about for about in typing.get_args(hint) if isinstance(about, ArgumentInfo)]
+            yield from ((words, about.help) for about in found)
+    for group in typer.registered_groups:
+        yield from arguments(group.typer_instance, *above, group.name)
+
+
+@pytest.mark.parametrize(("words", "help_"), list(arguments(app)), ids=str)
+def test_the_help_of_a_positional_argument_is_shown(words, help_):
+    """Wherever its lines break."""
+    shown = "".join(call(*words, "--help")[1].split())
+    assert help_ and "".join(help_.split()) in shown
+
+
+def test_a_command_that_is_nearly_right_is_suggested_once():
+    code, _, err = call("runn")
+    assert code == 2 and err.count("Did you mean") == 1
 
 
 def test_help_does_not_wait_for_pytorch():
