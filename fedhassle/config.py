@@ -28,6 +28,8 @@ COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won 
 MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 DEVICES_OWN = ("device", "threads", "precision", "compile")  # those that go with a device
 
+REQUIRED = ("networks", "initial", "phases", "predict")  # what `Method` leaves to its heirs
+
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -164,6 +166,12 @@ def method_class(name: str) -> type[Method]:
     found = find(name, METHODS, "method")
     if not (isinstance(found, type) and issubclass(found, Method) and dataclasses.is_dataclass(found)):
         raise UserError(f"method {name!r} must be a dataclass that inherits fedhassle.Method")
+    lacking = [part for part in REQUIRED if getattr(found, part) is getattr(Method, part)]
+    if lacking:
+        raise UserError(
+            f"method {name!r} does not define {', '.join(lacking)}: a method has {', '.join(REQUIRED)} of its "
+            "own (docs/method.md shows how)"
+        )
     return found
 
 

@@ -49,7 +49,7 @@ METHOD = """
         def predict(self, state, x):
             return {{"model": self.net.logits(state["w"], x)}}
 
-    class Loose(Method):
+    class Loose(Ridge):
         own: float = 1.0
 
     def function():
@@ -123,6 +123,15 @@ def test_a_wrong_import_path_says_what_is_wrong(name, message, module):
     module("own_raises", "1 / 0")
     with pytest.raises(UserError, match=message):
         resolved(f"method={name}")
+
+
+@pytest.mark.parametrize("part", ["networks", "initial", "phases", "predict"])
+def test_a_method_that_lacks_a_part_is_refused_before_anything_trains(part, module):
+    text = METHOD.format(field="")
+    assert f"def {part}(" in text
+    module(f"own_lacks_{part}", text.replace(f"def {part}(", f"def {part}_renamed("))
+    with pytest.raises(UserError, match=rf"does not define {part}: .*docs/method\.md"):
+        resolved(f"method=own_lacks_{part}:Ridge")
 
 
 def test_a_module_that_exits_is_a_user_error(module):
