@@ -65,7 +65,7 @@ class SplitSettings(BaseModel):
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
     seed: int | None = Field(default=None, ge=0)  # else the run's
-    file: str | None = None  # a saved split, in place of all the above
+    file: str | None = None  # a saved split, in place of all the above, which then cannot be set
 
 
 class MethodSettings(BaseModel):
@@ -105,8 +105,9 @@ class Settings(BaseModel):
     method: MethodSettings = MethodSettings()
 
     def as_toml(self) -> dict[str, Any]:
-        """What is set, as a file of settings has it."""
-        return self.model_dump(exclude_none=True)
+        """What is set, as a file of settings has it; of a split in a file nothing but that."""
+        made = self.model_dump(exclude_none=True)
+        return made if self.split.file is None else made | {"split": {"file": self.split.file}}
 
 
 def resolve(requested: Requested) -> Settings:
@@ -126,9 +127,24 @@ def resolve(requested: Requested) -> Settings:
             "precision": resolved_precision(settings.precision, device),
             "compile": resolved_compile(settings, device),
             "threads": settings.threads or available_cores(),
+            "split": resolved_split(settings.split, requested),
             "method": MethodSettings(name=settings.method.name, **values),
         }
     )
+
+
+def resolved_split(split: SplitSettings, requested: Requested) -> SplitSettings:
+    """A split in a file stands alone: what lower layers say of splits gives way, and none may say more."""
+    if split.file is None:
+        return split
+    tables = [table if isinstance(table := layer.get("split"), dict) else {} for layer in requested.layers]
+    naming = max(i for i, table in enumerate(tables) if "file" in table)
+    beside = {key: None for table in tables[naming:] for key in table if key != "file"}
+    default = SplitSettings().model_dump(exclude_none=True)
+    if beside and not beside.keys() >= default.keys():  # all of them: a config.toml from before this rule
+        keys = ", ".join(f"split.{key}" for key in beside)
+        raise UserError(f"split.file={split.file} says who holds what, whole: leave out {keys}")
+    return SplitSettings(file=split.file)
 
 
 def outgrown(requested: Requested, key: str) -> bool:
@@ -169,8 +185,8 @@ def method_class(name: str) -> type[Method]:
     lacking = [part for part in REQUIRED if getattr(found, part) is getattr(Method, part)]
     if lacking:
         raise UserError(
-            f"method {name!r} does not define {', '.join(lacking)}: a method has {', '.join(REQUIRED)} of its "
-            "own (docs/method.md shows how)"
+            f"method {name!r} does not define {', '.join(lacking)}: a method has {', '.join(REQUIRED)} "
+            "of its own (docs/method.md shows how)"
         )
     return found
 

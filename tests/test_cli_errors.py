@@ -26,7 +26,7 @@ from fedhassle.commands.options import asked
         ("split.labels=10%", "layout of 20 clients"),
         ("split.labels={partial=6,share=2}", "share"),
         ("split.clients=1000", "1000 clients"),
-        ("split.file=nothere", "nothere; name a file"),
+        ("split.file=nothere", "leave out split.clients, split.labels"),
         ("clients_per_round=7", "clients_per_round=7 is more than the 6 clients"),
         ("device=tpu", "'auto', 'cpu' or 'cuda'"),
         ("--device=tpu", "'auto', 'cpu' or 'cuda'"),

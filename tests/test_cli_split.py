@@ -61,6 +61,14 @@ def test_a_split_given_by_file_is_the_split(words, finished, tmp_path):
     assert hashes[0] == saved != hashes[1]
 
 
+def test_the_picture_of_a_split_in_a_file_claims_nothing_of_how_it_was_made(words, finished, tmp_path):
+    other = [word for word in words if not word.startswith("split.")]
+    given = f"split.file={finished[0] / 'split.npz'}"
+    assert call("split", *other, given, "--picture", tmp_path / "x.svg")[0] == 0
+    text = (tmp_path / "x.svg").read_text("utf-8")
+    assert "small.npz, split.npz" in text and "α" not in text
+
+
 def test_the_split_of_a_run_can_be_given_to_the_next(words, finished, tmp_path):
     other = [word for word in words if not word.startswith("split.")]
     given = f"split.file={finished[0] / 'split.npz'}"

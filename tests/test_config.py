@@ -174,6 +174,7 @@ def test_the_users_home_may_be_a_tilde(images, monkeypatch):
             "data.flip=false",
         ),
         ("net=my.own:Net", "data=images.npz", "data.folder=somewhere", "data.crop=0", "method.clip=0"),
+        ("split.file=s.npz", "seed=3"),
         ('data="é α 😀.npz"', "method.gamma=1e-12", "method.lr=0.30000000000000004"),
     ],
 )
@@ -182,6 +183,21 @@ def test_resolved_settings_come_back_from_their_file(words):
     text = tomli_w.dumps(settings.as_toml())
     assert resolve(Requested((tomllib.loads(text),))) == settings
     assert resolve(from_json(to_json(request("paper", words)))) == settings
+
+
+def test_a_split_in_a_file_is_the_only_setting_of_splits():
+    """What a preset or file below says of splits gives way to it, and is not claimed afterwards."""
+    below, file = {"split": {"alpha": 0.5, "clients": 7}}, {"split": {"file": "/s.npz"}}
+    settings = resolve(Requested((below, file)))
+    assert settings.as_toml()["split"] == {"file": "/s.npz"}
+    assert settings == resolve(Requested((file,)))
+
+
+def test_a_split_in_a_file_of_an_earlier_config_comes_back():
+    """Which had all the others beside it, though they counted for nothing."""
+    table = {"kind": "iid", "annotation": "own", "alpha": 0.5, "clients": 7, "labels": "10%"}
+    settings = resolve(Requested(({"split": {**table, "file": "/s.npz"}},)))
+    assert settings.as_toml()["split"] == {"file": "/s.npz"}
 
 
 def test_the_settings_of_one_method_come_back_over_another_preset(tmp_path):

@@ -95,6 +95,21 @@ def test_a_value_that_cannot_work_is_an_error_that_names_its_key(word, images):
     assert key.rpartition(".")[2] in str(caught.value) or changes[key] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ({"split": {"file": "/s.npz", "alpha": 0.5}},),
+        ({"split": {"file": "/s.npz"}}, {"split": {"alpha": 0.5}}),
+        ({"split": {"clients": 3}}, {"split": {"file": "/s.npz"}}, {"split": {"alpha": 0.5}}),
+    ],
+    ids=["beside", "above", "below and above"],
+)
+def test_nothing_is_said_of_splits_beside_a_split_in_a_file(layers):
+    with pytest.raises(UserError) as caught:
+        resolve(Requested(layers))
+    assert str(caught.value) == "split.file=/s.npz says who holds what, whole: leave out split.alpha"
+
+
 def test_an_infinite_clip_is_refused(images):
     """It is no number that a summary could hold; 0 switches clipping off."""
     with pytest.raises(UserError, match="clip"):

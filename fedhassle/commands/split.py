@@ -40,8 +40,9 @@ def split(
     dataset = build_dataset(settings)
     made = build_split(settings, dataset)
     rows = table(made, dataset.y_train, dataset.classes)
-    title = f"{dataset.name}, {settings.split.labels}, α = {settings.split.alpha:g}"
-    draw_split(rows, picture, title, dataset.class_names)
+    chosen = settings.split
+    about = f"{chosen.labels}, α = {chosen.alpha:g}" if chosen.file is None else Path(chosen.file).name
+    draw_split(rows, picture, f"{dataset.name}, {about}", dataset.class_names)
     if save is not None:
         made.save(save)
     if as_json:

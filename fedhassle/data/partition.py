@@ -72,7 +72,10 @@ class Split:
         path = Path(path)
         try:
             if not path.is_file():
-                raise UserError(f"there is no split at {path}; name a file that Split.save wrote")
+                raise UserError(
+                    f"there is no split at {path}; name a file that fedhassle split --save wrote, or a run's "
+                    "split.npz"
+                )
             with np.load(path, allow_pickle=False) as file:
                 fields = [file[name] for name in _FIELDS]
             labelled, unlabelled = _parted(*fields[:2]), _parted(*fields[2:4])
