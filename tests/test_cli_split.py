@@ -52,7 +52,8 @@ def test_a_split_is_drawn_as_svg_too(words, tmp_path):
 
 def test_a_split_given_by_file_is_the_split(words, finished, tmp_path):
     save, out = tmp_path / "other.npz", tmp_path / "run"
-    call("split", *words, "split.seed=77", "--save", save, "--picture", tmp_path / "x.png")
+    said = call("split", *words, "split.seed=77", "--save", save, "--picture", tmp_path / "x.png")[1]
+    assert said.endswith(f"picture  {tmp_path / 'x.png'}\nsplit    {save}\n")
     other = [word for word in words if not word.startswith("split.")]
     assert call("run", *other, "rounds=1", f"split.file={save}", "--out", out)[0] == 0
     with np.load(save, allow_pickle=False) as file:

@@ -67,6 +67,23 @@ def test_the_tables_show_the_figures(finished, images, tmp_path):
         assert re.search(pattern, by_class)
 
 
+def test_files_are_named_at_the_end_and_there_before_anything_is_printed(
+    finished, images, tmp_path, monkeypatch
+):
+    picture, figures = tmp_path / "e.png", tmp_path / "e.json"
+    words = ("evaluate", finished[0], images, "--picture", picture, "--json", figures)
+    code, out, err = call(*words)
+    assert (code, err) == (0, "") and out.endswith(f"picture  {picture}\nfigures  {figures}\n")
+    picture.unlink()
+    figures.unlink()
+    there = []
+    monkeypatch.setattr(
+        "fedhassle.commands.models.show_scores",
+        lambda *_: there.extend(file.exists() for file in (picture, figures)),
+    )
+    assert call(*words)[0] == 0 and there == [True, True]
+
+
 def test_a_mode_alone(finished, images, tmp_path):
     found, _ = figures(tmp_path, finished[0], images, "--mode", "um")
     assert list(found["predictions"]) == ["UM"]

@@ -191,7 +191,7 @@ def test_if_none_can_be_read_it_ends_with_code_2(finished, tmp_path):
 
 def test_the_csv_goes_to_a_file(finished, photos, tmp_path):
     code, out, err = call("predict", finished[0], photos, "--out", tmp_path / "deep" / "x.csv")
-    assert (code, out, err) == (0, "", "")
+    assert (code, out, err) == (0, f"classes  {tmp_path / 'deep' / 'x.csv'}\n", "")
     assert (tmp_path / "deep" / "x.csv").read_text("utf-8") == call("predict", finished[0], photos)[1]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.csv"]
 

@@ -77,6 +77,7 @@ def predict(
     # Names of files are bytes, and come out as the bytes they were.
     with atomic(out) as temporary, temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, lineterminator="\n").writerows(table)
+    say(Console(), f"classes  {out}")
 
 
 def evaluate(
@@ -123,7 +124,7 @@ def evaluate(
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
     predictions, y = collected(model, site.x, errors), site.y
     scores = {name: score(*predictions[name], y) for name in used}
-    show_scores(scores, model, f"{path} on {data}: {len(y):,} images", Console())
+    # Files first: whoever cuts the output short, as with `| head`, has them all the same.
     if as_json is not None:
         figures = {name: plain(each, model.class_names) for name, each in scores.items()}
         write_json(as_json, {"model": str(path), "data": data, "images": len(y), "predictions": figures})
@@ -131,6 +132,11 @@ def evaluate(
         draw_scores(
             scores, model.class_names, picture, f"{path.name} on {Path(data).name}, {len(y):,} images"
         )
+    console = Console()
+    show_scores(scores, model, f"{path} on {data}: {len(y):,} images", console)
+    for what, file in (("picture", picture), ("figures", as_json)):
+        if file is not None:
+            say(console, f"{what:8} {file}")
 
 
 def export(

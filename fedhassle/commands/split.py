@@ -56,7 +56,9 @@ def split(
     console.print(split_table(rows, made.hash))
     for note in made.notes:
         say(console, f"note: {note}")
-    say(console, f"picture  {picture}")
+    for what, file in (("picture", picture), ("split", save)):
+        if file is not None:
+            say(console, f"{what:8} {file}")
 
 
 def plain(value: Any) -> Any:

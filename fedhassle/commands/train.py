@@ -15,7 +15,6 @@ from fedhassle.terminal import say
 
 if TYPE_CHECKING:
     from fedhassle.launch import Run
-    from fedhassle.report.groups import Group
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -121,15 +120,17 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
         raise failed[0][1]
 
 
-def show_comparison(paths: Sequence[Path]) -> list[Group]:
-    """The table of finished runs, those that differ in their seed alone together."""
+def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
+    """The table of finished runs, those that differ in their seed alone together; before it, their curves."""
+    from fedhassle.report.curves import draw_curves
     from fedhassle.report.groups import grouped
     from fedhassle.runs import read_summary
     from fedhassle.view import comparison_table
 
     groups = grouped([read_summary(path) for path in paths])
+    if picture is not None:
+        draw_curves(groups, picture)
     console.print(comparison_table(groups))
-    return groups
 
 
 def show_result(path: Path) -> None:
@@ -157,13 +158,11 @@ def compare(
     Runs that differ in their seed alone are taken together as mean ± std. Those without a summary.json, which
     are not finished, are named and left out.
     """
-    from fedhassle.report.curves import draw_curves
     from fedhassle.runs import finished, spread_out
 
     there = [path for folder in folders for path in spread_out(folder)]
     done = [path for path in there if finished(path)]
-    groups = show_comparison(done or there)  # if none is finished, the error names the first
-    draw_curves(groups, picture)
+    show_comparison(done or there, picture)  # if none is finished, the error names the first
     if len(done) < len(there):
         left = " ".join(str(path) for path in there if path not in done)
         say(console, f"left out, without a summary.json: {left}")
