@@ -136,6 +136,8 @@ def load(name: str | Path, folder: Path | None = None, progress: bool = True) ->
         return _named(entry, folder, progress)
     if str(name).lower().endswith(".npz"):
         return _own(Path(name))
+    if os.path.isdir(name):  # noqa: PTH112 - any string goes
+        raise UserError(f"{str(name)!r} is a folder, and no data set; {npz.SIMULATED}")
     near = difflib.get_close_matches(str(name).lower(), CATALOGUE, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UserError(

@@ -22,6 +22,11 @@ CHANNELS = (1, 3)  # grey, colour
 TRAINING = (("x", "y"), ("x_train", "y_train"))
 TEST = (("x_test", "y_test"), ("x", "y"))
 
+SIMULATED = (  # why `run` takes no images without labels
+    "fedhassle run simulates clients from an .npz whose images all have labels; a site's own images, with "
+    "labels or without, go to a federation: fedhassle federation join"
+)
+
 
 class Content(NamedTuple):
     """The checked content of an .npz, in the order of a Dataset's fields."""
@@ -171,6 +176,8 @@ def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:
     if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
         raise UserError(f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)")
     low, high = y.min().item(), y.max().item()
+    if low == -1 < lowest:
+        raise UserError(f"{where} has −1, which means no label; {SIMULATED}")
     # No label can reach 2³¹ when each occurs; the bound keeps the conversion exact.
     if not (low >= lowest and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
         raise UserError(f"{where} runs from {low} to {high}; expected whole numbers {lowest} to M−1")
