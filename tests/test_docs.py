@@ -12,6 +12,7 @@ from typer.main import get_command
 import fedhassle
 import fedhassle.method
 from fedhassle.cli import app
+from fedhassle.reproduce.experiment import cells, read_experiment
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = re.findall(
@@ -43,15 +44,18 @@ def test_a_method_of_the_docs_trains(module, source, tmp_path, monkeypatch):
 
 
 def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch, capsys):
-    """Every command and every line of Python of docs/models.md, in their order, after a shorter run."""
+    """Every command and every line of Python of docs/models.md, in their order, after a shorter run.
+
+    Each piece of Python as if it were pasted into a new session.
+    """
     pytest.importorskip("onnxruntime")
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/models.md").read_text("utf-8")
     shorter = ["rounds=1", "clients_per_round=2", "method.epochs=1", "method.residual_steps=1", "threads=1"]
-    known, called = {}, []
+    called = []
     for language, source in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if language == "python":
-            exec(compile(source, "docs/models.md", "exec"), known)
+            exec(compile(source, "docs/models.md", "exec"), {})
             continue
         for line in source.splitlines():
             program, *words = shlex.split(line, comments=True)
@@ -64,6 +68,16 @@ def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch
     for file in ("first.csv", "first.json", "first.png", "sm.onnx", "runs/first/model.onnx"):
         assert (tmp_path / file).stat().st_size > 1000
     assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
+
+
+def test_the_experiment_of_the_docs_can_be_made(tmp_path):
+    """The example, pasted into a file: GRA × MPA and three seeds, as valid runs."""
+    text = (ROOT / "docs/reproduce.md").read_text("utf-8")
+    (source,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.toml").write_text(source, "utf-8")
+    made = cells(read_experiment(str(tmp_path / "mine.toml")))
+    assert len({cell.identity.key for cell in made}) == len(made) == 12
+    assert "no-gra-mpa-0" in text and "no-gra-mpa-0" in [cell.key for cell in made]
 
 
 def test_the_commands_of_the_guide_to_a_federation_parse():
