@@ -116,10 +116,10 @@ def resolve(requested: Requested) -> Settings:
     for layer in requested.layers:
         merged = overlaid(merged, layer)
     require_finite(merged)
-    settings = validated(Settings, merged, "")
+    settings = validated(Settings, merged)
     fields = method_fields(method_class(settings.method.name))
     chosen = {k: v for k, v in settings.method.settings.items() if k in fields or not outgrown(requested, k)}
-    values = validated(fields_model(settings.method.name, fields), chosen, "method.").model_dump()
+    values = validated(fields_model(settings.method.name, fields), chosen, settings.method.name).model_dump()
     device = resolved_device(settings.device)
     return settings.model_copy(
         update={
@@ -154,27 +154,26 @@ def outgrown(requested: Requested, key: str) -> bool:
     return bool(naming) and max(setting) < max(naming)
 
 
-def validated(model: type[M], values: Mapping[str, Any], prefix: str) -> M:
-    """The values as a model; all that is wrong with them in one error."""
+def validated(model: type[M], values: Mapping[str, Any], method: str | None = None) -> M:
+    """The values as a model, of all settings or of a method's; all that is wrong with them in one error."""
     try:
         # By way of JSON: a list is a list in TOML, whether a field calls it a list or a tuple.
         return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise UserError("\n".join(explain(model, e, prefix) for e in error.errors())) from error
+        raise UserError("\n".join(explain(model, e, method) for e in error.errors())) from error
 
 
-def explain(model: type[BaseModel], error: Any, prefix: str) -> str:
+def explain(model: type[BaseModel], error: Any, method: str | None) -> str:
     """One thing that is wrong with the settings, in a line."""
     *tables, last = [str(part) for part in error["loc"]]
-    key = prefix + ".".join([*tables, last])
+    key = ".".join([*([] if method is None else ["method"]), *tables, last])
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
     for table in tables:
         model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
     known = list(model.model_fields)
-    above = key.removesuffix(last)
-    hint = nearest(key, [above + name for name in known]) or f" (known are {', '.join(known)})"
-    return f"unknown setting {key!r}{hint}"
+    hint = nearest(last, known, key.removesuffix(last)) or f" (known are {', '.join(known)})"
+    return f"unknown setting {key!r}{'' if method is None else f' of {method}'}{hint}"
 
 
 def method_class(name: str) -> type[Method]:

@@ -1,4 +1,4 @@
-"""Things by name: one of ours, or the import path of a user's own."""
+"""Things by name: one of ours, or the import path of a user's own. And how many of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any
 from fedhassle.errors import UserError
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as “, did you mean 'x'?”, or nothing."""
+def nearest(name: str, known: Iterable[str], above: str = "") -> str:
+    """A hint such as “, did you mean 'x'?”, or nothing; `above` stands before the name in it."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
+    return f", did you mean {above + near[0]!r}?" if near else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """So many things: 1 round, 2 rounds."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:

@@ -20,9 +20,6 @@ from fedhassle.requested import Requested, request
         ("split.alhpa=1", "split.alhpa", "split.alpha"),
         ("split.client=3", "split.client", "split.clients"),
         ("data.Folder=x", "data.Folder", "data.folder"),
-        ("method.epoch=1", "method.epoch", "method.epochs"),
-        ("method.residual_step=1", "method.residual_step", "method.residual_steps"),
-        ("method.TAU=1", "method.TAU", "method.tau"),
         ("client_per_round=1", "client_per_round", "clients_per_round"),
     ],
 )
@@ -30,6 +27,31 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(word, key, nearest):
     with pytest.raises(UserError) as caught:
         resolved(word)
     assert str(caught.value) == f"unknown setting {key!r}, did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "nearest"),
+    [
+        ("method.epoch=1", "method.epoch", "method.epochs"),
+        ("method.residual_step=1", "method.residual_step", "method.residual_steps"),
+        ("method.TAU=1", "method.TAU", "method.tau"),
+    ],
+)
+def test_an_unknown_key_of_a_method_is_named_with_the_method(word, key, nearest):
+    with pytest.raises(UserError) as caught:
+        resolved(word)
+    assert str(caught.value) == f"unknown setting {key!r} of hassle, did you mean {nearest!r}?"
+
+
+def test_a_key_that_another_method_has_says_which_one_lacks_it():
+    with pytest.raises(UserError, match=r"^unknown setting 'method\.residual_steps' of fedavg \(known are "):
+        resolved("method.residual_steps=2", "method=fedavg")
+
+
+@pytest.mark.parametrize("key", ["method.foo", "split.foo", "data.foo"])
+def test_what_stands_before_a_key_makes_it_near_to_none(key):
+    with pytest.raises(UserError, match=rf"unknown setting '{key}'( of hassle)? \(known are "):
+        resolved(f"{key}=1")
 
 
 def test_an_unknown_key_that_is_near_to_none_lists_all():

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhassle.errors import require
+from fedhassle.names import counted
 from fedhassle.terminal import say, shown_progress
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ def check(
 def show_survey(found: Survey, most: int | None, on: Console) -> None:
     """The tables and lists of a survey; of long lists so many lines."""
     total, labelled = len(found.site.y), sum(found.counts)
-    say(on, f"{total:,} {plural('image', total)}, {labelled:,} labelled ({labelled / total:.0%})")
+    say(on, f"{counted(total, 'image')}, {labelled:,} labelled ({labelled / total:.0%})")
     on.print(counts_table(found))
-    for what, counted in (("formats", found.formats), ("modes", found.modes)):
-        say(on, f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counted)}")
+    for what, counts in (("formats", found.formats), ("modes", found.modes)):
+        say(on, f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counts)}")
     say(on, f"sizes    {sizes_line(found.sizes)}")
     show_problems(found.skipped, found.converted, most, on)
     if not found.converted and not found.skipped:
@@ -80,7 +81,7 @@ def show_problems(
 ) -> None:
     """What was done to which images, and which files are not used; of long lists so many lines."""
     for what, files in converted:
-        say(on, f"converted: {what}: {len(files):,} {plural('image', len(files))}")
+        say(on, f"converted: {what}: {counted(len(files), 'image')}")
         for line in first(files, most):
             say(on, f"  {line}")
     if skipped:
@@ -115,8 +116,3 @@ def first(lines: Sequence[str], most: int | None) -> list[str]:
     if most is None or len(lines) <= most:
         return list(lines)
     return [*lines[:most], f"… and {len(lines) - most:,} more (fedhassle data check --all shows them)"]
-
-
-def plural(noun: str, count: int) -> str:
-    """A noun as its number has it."""
-    return noun if count == 1 else f"{noun}s"
