@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedhassle.names import counted
+from fedhassle.runs import Metrics, averaged
+
 MOST_NAMES = 30  # classes that are listed
 
 PAGE = """\
@@ -20,9 +23,9 @@ of fedhassle {version}.
 ## Accuracy
 
 On {test}, which took no part in training, in per cent. The first column is the mean of the \
-last ten evaluations of the run (never its best round); the file holds the model of the last round.
+last {evaluations} of the run (never its best round); the file holds the model of the last round.
 
-| prediction | last ten evaluations | last round |
+| prediction | last {evaluations} | last round |
 |---|---|---|
 {scores}
 
@@ -43,7 +46,7 @@ fedhassle export {file} --onnx
 """
 
 
-def model_card(summary: Mapping[str, Any], about: Mapping[str, Any], file: str = "model.safetensors") -> str:
+def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.safetensors") -> str:
     """The card of a finished run, from its summary and from what its model file says of itself."""
     facts = "\n".join(f"| {what} | {cell(value)} |" for what, value in facts_of(summary, about).items())
     rows = [
@@ -57,6 +60,7 @@ def model_card(summary: Mapping[str, Any], about: Mapping[str, Any], file: str =
         data=cell(summary["data"]),
         classes=len(about["class_names"]),
         test=tested_on(summary),
+        evaluations=counted(averaged(summary), "evaluation"),
         version=summary["versions"]["fedhassle"],
         facts=facts,
         scores="\n".join(rows),

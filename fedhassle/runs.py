@@ -253,6 +253,11 @@ def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
     }
 
 
+def averaged(summary: Metrics) -> int:
+    """Of how many evaluations `mean_of_last` is the mean: ten, or as many as there are."""
+    return min(LAST, len(summary["history"]))
+
+
 def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
     """Writes the model from the last checkpoint; returns the summary, which its caller writes last."""
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))

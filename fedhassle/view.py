@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,8 +25,9 @@ from rich.progress import (
 from rich.table import Table
 
 from fedhassle.method import Client
+from fedhassle.names import counted
 from fedhassle.report.groups import Group
-from fedhassle.runs import Metrics, Step
+from fedhassle.runs import Metrics, Step, averaged
 from fedhassle.terminal import say
 from fedhassle.together import Begun, Event
 
@@ -34,6 +36,9 @@ LABELS = {
     "UM": "UM  unsupervised + residual",
     "EM": "EM  mean of SM and UM",
 }
+
+
+WORD = 22  # so many letters of a name stay together: what the figures leave of 80 columns
 
 
 def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
@@ -164,10 +169,11 @@ def messages_on(console: Console, level: int = logging.INFO) -> Iterator[None]:
 
 def final_table(summary: Metrics) -> Table:
     """The accuracies of a finished run."""
-    title = f"{summary['method']} on {summary['data']}, {summary['rounds']} rounds, seed {summary['seed']}"
+    rounds = counted(summary["rounds"], "round")
+    title = f"{summary['method']} on {summary['data']}, {rounds}, seed {summary['seed']}"
     table = Table(title=title, title_justify="left")
     table.add_column("prediction")
-    for column in ("last 10 evaluations", "last", "best"):
+    for column in (f"last {counted(averaged(summary), 'evaluation')}", "last", "best"):
         table.add_column(column, justify="right")
     for name, score in summary["accuracy"].items():
         figures = [f"{100 * score[key]:.2f} %" for key in ("mean_of_last", "last", "best")]
@@ -178,24 +184,26 @@ def final_table(summary: Metrics) -> Table:
 
 def comparison_table(groups: Sequence[Group]) -> Table:
     """Methods and settings side by side, a row for each prediction; seeds are taken together."""
+    data = {group.runs[0]["data"] for group in groups}
+    title = f"accuracy in %, mean ± std over seeds{f', on {data.pop()}' if len(data) == 1 else ''}"
     table = Table(
-        title="accuracy in %, mean ± std over seeds", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    table.add_column("run", overflow="fold")
-    for column in ("data", "seeds", "prediction"):
+    longest = max(len(word) for group in groups for word in group.label.split())
+    table.add_column("run", overflow="fold", min_width=min(longest, WORD))  # says the data where they differ
+    for column in ("seeds", "prediction"):
         table.add_column(column, no_wrap=True)
     for column in ("accuracy", "best", "MB up", "min"):
         table.add_column(column, justify="right", no_wrap=True)
     best = max(group.score(name).mean for group in groups for name in group.predictions)
     for group in groups:
-        first = group.runs[0]
-        about = [group.label, first["data"], str(len(group.runs))]
+        about = [escape(group.label), str(len(group.runs))]
         cost = [f"{mean_of(group, megabytes):.0f}", f"{mean_of(group, minutes):.1f}"]
         for name in group.predictions:
             figures = [str(group.score(name)), f"{100 * group.score(name, 'best').mean:.2f}"]
             style = "bold" if group.score(name).mean == best else None
-            table.add_row(*about, name, *figures, *cost, style=style)
-            about, cost = [""] * 3, [""] * 2
+            table.add_row(*about, escape(name), *figures, *cost, style=style)
+            about, cost = [""] * 2, [""] * 2
     return table
 
 

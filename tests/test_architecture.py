@@ -10,7 +10,7 @@ import fedhassle
 PACKAGE = Path(fedhassle.__file__).parent
 LAYERS = [  # from the bottom to the top; a module imports what lies below it, or beside it in a package
     {"errors", "randomness", "files", "names", "version", "provenance", "parallel", "streams"},
-    {"scores", "card", "terminal"},
+    {"scores", "terminal"},
     {"data"},
     {"vectors"},
     {"arrays"},
@@ -27,7 +27,7 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"rounds", "evaluate"},
     {"checkpoints"},
     {"runs"},
-    {"simulator", "track"},
+    {"simulator", "track", "card"},
     {"report"},
     {"requested"},
     {"config"},

@@ -49,6 +49,9 @@ def test_the_card_has_the_accuracies(made):
         (name, f"{100 * score['mean_of_last']:.2f}", f"{100 * score['last']:.2f}")
         for name, score in summary["accuracy"].items()
     ]
+    assert "| prediction | last 2 evaluations | last round |" in model_card(summary, about)
+    longer = {**summary, "history": summary["history"] * 6}
+    assert "mean of the last 10 evaluations of the run" in model_card(longer, about)
     assert rows == expected and "| **EM** |" in model_card(summary, about)
 
 

@@ -179,6 +179,13 @@ def test_without_out_a_run_gets_a_folder_of_its_own(words, tmp_path, monkeypatch
     assert all((folder / "summary.json").exists() for folder in folders)
 
 
+def test_one_round_is_no_rounds(words, tmp_path):
+    _, out, _ = call("run", *words, "rounds=1", "--out", tmp_path / "run")
+    lines = out.splitlines()
+    assert ", 1 round, on cpu" in lines[0] and "hassle on small.npz, 1 round, seed 0" in out
+    assert "last 1 evaluation " in out
+
+
 def test_an_empty_folder_may_be_the_runs(words, tmp_path):
     assert call("run", *words, "rounds=1", "--out", tmp_path)[0] == 0
     assert (tmp_path / "summary.json").exists()

@@ -48,6 +48,12 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group():
     assert found == [[0, 2, 4], [1], [3], [5]]
 
 
+def test_a_run_that_is_there_twice_counts_once():
+    """`compare runs runs/first`: the same settings and seed."""
+    runs = [summary(seed=0), summary(seed=1), summary(seed=0), summary("fedavg", digest="b")]
+    assert [len(group.runs) for group in grouped(runs)] == [2, 1]
+
+
 def test_nothing_is_no_group():
     assert grouped([]) == []
 
@@ -91,6 +97,11 @@ def test_differences_leave_out_the_machine_and_what_others_do_not_have():
     assert differences(mine, [mine, other]) == ["lr=0.1", "data=fmnist"]
     assert differences(other, [mine, other]) == ["lr=0.2", "data=cifar10"]
     assert differences(mine, [mine]) == []
+
+
+def test_a_label_has_the_end_of_a_path():
+    mine, other = {"data.name": "/home/me/one.npz"}, {"data.name": "/home/me/two.npz"}
+    assert differences(mine, [mine, other]) == ["data=one.npz"]
 
 
 def test_a_layout_of_labels_is_one_setting():

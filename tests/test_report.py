@@ -11,6 +11,9 @@ from PIL import Image
 from rich.console import Console
 from small import PNG, call, summary_of
 
+from fedhassle.report import curves
+from fedhassle.report.groups import Group
+
 
 @pytest.fixture(scope="module")
 def runs(without_residuals, tmp_path_factory):
@@ -54,11 +57,12 @@ def test_runs_of_different_methods_stand_side_by_side(runs, wide, tmp_path):
     for name in ("hassle-0", "fedavg"):
         summary = summary_of(runs / name)
         (first,) = [row for row in rows_of(out) if row[0].startswith(summary["method"])]
-        assert first[1:4] == ["small.npz", "1", next(iter(summary["accuracy"]))]
+        assert first[1:3] == ["1", next(iter(summary["accuracy"]))]
         for prediction, score in summary["accuracy"].items():
             expected = [percent([score[figure]]) for figure in ("mean_of_last", "best")]
             assert figures_of(out, prediction)[:2] == expected
     assert str(tmp_path / "both.png") in out
+    assert out.startswith("accuracy in %, mean ± std over seeds, on small.npz")
 
 
 def test_seeds_of_one_setting_become_mean_and_standard_deviation(runs, wide, tmp_path):
@@ -99,6 +103,36 @@ def test_no_figure_of_a_comparison_is_cut(runs, tmp_path):
     folders = [runs / name for name in ("hassle-0", "hassle-1", "fedavg", "fedavg-slow")]
     _, out, _ = call("compare", *folders, "--picture", tmp_path / "x.png")
     assert "…" not in out
+
+
+def test_no_name_is_broken_within_a_word(runs, tmp_path):
+    """On 80 columns; those of two data sets say which, in place of the title."""
+    for name in ("hassle-0", "fedavg", "fedavg-slow"):
+        summary = summary_of(runs / name)
+        summary["settings"]["data"]["name"] = summary["data"] = (
+            "fmnist-mini" if name == "fedavg" else "cifar100"
+        )
+        summary["method"] = "fixmatch-global" if name != "hassle-0" else "hassle"
+        (tmp_path / f"{name}.json").write_text(json.dumps(summary))
+    _, out, _ = call("compare", *sorted(tmp_path.glob("*.json")), "--picture", tmp_path / "x.png")
+    words = out.split()
+    assert words.count("fixmatch-global") == 2 and words.count("data=cifar100") == 2
+    assert {"data=fmnist-mini", "lr=0.1", "lr=0.01"} <= set(words)
+    assert out.startswith("accuracy in %, mean ± std over seeds ") and "…" not in out
+
+
+def test_a_run_given_twice_is_one_seed(runs, wide, tmp_path):
+    once = call("compare", runs / "fedavg", "--picture", tmp_path / "x.png")[1].splitlines()
+    twice = call("compare", runs / "fedavg", runs / "fedavg", "--picture", tmp_path / "x.png")[1].splitlines()
+    assert twice[:-2] == once[:-1] and twice[-1] == once[-1]
+    assert twice[-2] == "left out, of the same settings and seed as another: 1 run"
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"), [((1,), ""), ((1, 1), ""), ((3, 3), ", 3 seeds"), ((3, 1), ", 1 to 3 seeds")]
+)
+def test_the_picture_says_how_many_seeds_there_are(seeds, said):
+    assert curves.seeds([Group("x", ({},) * n) for n in seeds]) == said
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

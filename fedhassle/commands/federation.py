@@ -18,6 +18,7 @@ from fedhassle.commands.federation_setup import FOLDER, require_flower
 from fedhassle.commands.train import show_result
 from fedhassle.errors import UserError, require
 from fedhassle.federation.processes import end_with_parent, interruptible
+from fedhassle.names import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,7 +154,7 @@ def run(
     check_place(place, path)
     require(test is None or test.exists(), f"{test} does not exist")
     settings = settings_in(place, agreement)
-    say(f"{settings.method.name} in {agreement.name}: {settings.rounds} rounds; files in {path}")
+    say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
     try:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fedhassle.commands.options import DataDir, Device, Words, asked
+from fedhassle.names import counted
 from fedhassle.requested import variations
 from fedhassle.terminal import say
 
@@ -84,7 +85,7 @@ def follow_to_the_end(launched: Run) -> None:
     say(
         console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} a round, {settings.rounds} rounds, on {settings.device}; "
+        f"{settings.clients_per_round} a round, {counted(settings.rounds, 'round')}, on {settings.device}; "
         f"files in {path}",
     )
     try:
@@ -131,6 +132,9 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
     if picture is not None:
         draw_curves(groups, picture)
     console.print(comparison_table(groups))
+    double = len(paths) - sum(len(group.runs) for group in groups)
+    if double:
+        say(console, f"left out, of the same settings and seed as another: {counted(double, 'run')}")
 
 
 def show_result(path: Path) -> None:

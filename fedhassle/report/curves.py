@@ -26,9 +26,8 @@ def draw_curves(groups: Sequence[Group], path: Path) -> None:
     for group in groups:
         for prediction in group.predictions if len(groups) == 1 else [group.headline]:
             draw_curve(axes, group, prediction, alone=len(groups) == 1)
-    seeds = {len(group.runs) for group in groups}
     about = f"{groups[0].label} on {groups[0].runs[0]['data']}" if len(groups) == 1 else "accuracy by round"
-    axes.set_title(about + (f", {seeds.pop()} seeds" if seeds not in ({1}, set()) else ""), loc="left")
+    axes.set_title(about + seeds(groups), loc="left")
     axes.set(xlabel="round", ylabel="accuracy (%)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -38,6 +37,14 @@ def draw_curves(groups: Sequence[Group], path: Path) -> None:
     )  # beside the curves, never on them
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=150)
+
+
+def seeds(groups: Sequence[Group]) -> str:
+    """How many seeds groups have, for the end of a title; nothing where each has one."""
+    low, high = (find(len(group.runs) for group in groups) for find in (min, max))
+    if high == 1:
+        return ""
+    return f", {high} seeds" if low == high else f", {low} to {high} seeds"
 
 
 def draw_curve(axes: Axes, group: Group, prediction: str, alone: bool) -> None:

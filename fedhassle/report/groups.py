@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedhassle.runs import Metrics
 
+PATHS = ("data.name", "split.file")
 MACHINE = ("seed", "device", "threads", "data.folder", "method.name")  # settings that name no experiment
 
 
@@ -69,26 +71,31 @@ def curve_of(runs: Sequence[Mapping[int, float]]) -> Curve:
 
 
 def grouped(summaries: Sequence[Metrics]) -> list[Group]:
-    """Runs that differ in their seed alone as one group, labelled by what sets it apart."""
-    together: dict[tuple[str, str, str], list[Metrics]] = {}
+    """Runs that differ in their seed alone as one group, labelled by what sets it apart; none twice."""
+    together: dict[tuple[str, str, str], dict[int, Metrics]] = {}
     for summary in summaries:
         key = (summary["method"], summary["data"], summary["settings_hash"])
-        together.setdefault(key, []).append(summary)
-    settings = [dict(flat(runs[0]["settings"])) for runs in together.values()]
+        together.setdefault(key, {}).setdefault(summary["seed"], summary)
+    settings = [dict(flat(next(iter(runs.values()))["settings"])) for runs in together.values()]
     labels = [
         " ".join([method, *differences(mine, settings)])
         for (method, _, _), mine in zip(together, settings, strict=True)
     ]
-    return [Group(label, tuple(runs)) for label, runs in zip(labels, together.values(), strict=True)]
+    return [Group(label, tuple(runs.values())) for label, runs in zip(labels, together.values(), strict=True)]
 
 
 def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The settings in which a group differs from others that have them too, as KEY=VALUE."""
     return [
-        f"{key.removeprefix('method.').removesuffix('.name')}={value}"
+        f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
         for key, value in mine.items()
         if key not in MACHINE and any(key in other and other[key] != value for other in all_settings)
     ]
+
+
+def shown(key: str, value: Any) -> Any:
+    """A value as a label has it: of a path its end."""
+    return PurePath(value).name if key in PATHS else value
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
