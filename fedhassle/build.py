@@ -28,6 +28,11 @@ def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
     return digest(settings, fingerprint(dataset), None if settings.split.file is None else split.hash)
 
 
+def is_machines(key: str) -> bool:
+    """Whether a setting, by its dotted key, says how a run is made and not which: the hash is without it."""
+    return key == "data.folder" or key.partition(".")[0] in MACHINE
+
+
 def hash_before(settings: Settings) -> str:
     """The same before a run is built: images and a split are read only where they are a user's own."""
     name, file = settings.data.name, settings.split.file

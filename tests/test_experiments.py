@@ -213,6 +213,12 @@ def test_settings_of_ones_own_make_other_runs():
         ({"only": ("fmnist-fedavg",), "methods": ("sage",)}, "leave no cell"),
         ({"seeds": 0}, "at least 1, got 0"),
         ({"changes": ("seed=3",)}, "--seeds"),
+        (
+            {"changes": ("data=fmnist-mini",)},
+            "table1: data is what its axis 'data' sets.*--only or --methods",
+        ),
+        ({"changes": ("split.labels.full=3",)}, "split.labels is what its axis 'labels' sets"),
+        ({"changes": ("method.name=sage",), "only": ("5%",)}, "axis 'method' sets.*an experiment file"),
         ({"changes": ("roundz=3",)}, r"table1 fmnist-5%-fedavg-0: unknown setting 'roundz'.*'rounds'"),
     ],
 )

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ from small import call
 
 from fedhassle.pages import content, latex, markdown
 from fedhassle.pages.tidy import COLUMNS, tidy
+from fedhassle.pages.wording import command
 from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 
@@ -62,8 +64,8 @@ def rows(text):
 
 
 def test_a_table_in_markdown(ledger):
-    (section,) = (report := made(ledger, "ablation")).sections
-    text = markdown.block(section, report)
+    (section,) = made(ledger, "ablation").sections
+    text = markdown.block(section)
     assert rows(text) == [
         ["GRA", "MPA", "SM", "UM", "EM"],
         ["---", "---", "--:", "--:", "--:"],
@@ -239,7 +241,104 @@ def test_cells_are_chosen_as_they_are_made(ledger, tmp_path):
     lines = list(csv.DictReader((tmp_path / "r.csv").open(encoding="utf-8")))
     assert {line["cell"] for line in lines} == {"gra-no-mpa"}
     assert {line["status"] for line in lines} == {"done"} and {line["rounds"] for line in lines} == {"7"}
-    assert lines[0]["command"] == "fedhassle reproduce ablation --only gra-no-mpa rounds=7"
+    assert lines[0]["command"] == "fedhassle reproduce ablation --only gra-no-mpa --seeds 1 rounds=7"
+
+
+# The commands that it names
+
+
+def made_by(line):
+    """The keys of the cells that a command line makes."""
+    program, command, name, *words = shlex.split(line)
+    assert (program, command) == ("fedhassle", "reproduce")
+    given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    narrowing = Narrowing(
+        *(tuple(filter(None, given.get(key, "").split(","))) for key in ("only", "methods")),
+        int(given["seeds"]) if "seeds" in given else None,
+    )
+    return {cell.key for cell in select([read_experiment(name)], narrowing)[name]}
+
+
+@pytest.mark.parametrize(
+    ("names", "narrowing"),
+    [
+        (["table1"], {"only": ("fmnist-10%",), "methods": ("hassle", "fedavg"), "seeds": 1}),
+        (["table1"], {"only": ("cifar10-10%-sage-1",)}),
+        (["table1"], {"only": ("fmnist-fedavg",), "seeds": 5}),
+        (["table1", "ablation"], {"only": ("cifar10-10%", "gra-mpa"), "methods": ("hassle", "sage")}),
+        (["ratio"], {}),  # whose choices 0, 1 and 2 look like seeds
+        (["ratio"], {"only": ("0-1", "4"), "seeds": 2}),
+        (["communication"], {"seeds": 1}),
+    ],
+)
+def test_the_command_beside_a_figure_makes_it_and_nothing_else(names, narrowing, tmp_path):
+    chosen = {name: read_experiment(name) for name in names}
+    wanted = select(list(chosen.values()), Narrowing(**narrowing))
+    report = content.report(chosen, wanted, Ledger(tmp_path), Narrowing(**narrowing))
+    assert len(report.sections) == len(names)
+    for section in report.sections:
+        its = wanted[section.experiment.name]
+        assert made_by(command(section)) == {cell.key for cell in its}
+        for result in section.results:
+            expected = {cell.key for cell in its if cell.name == result.name}
+            assert made_by(command(section, result)) == expected
+
+
+# Other settings than the paper's
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """A ledger of the whole ablation with one epoch, as if it confirmed every claim; and all its texts."""
+    folder = tmp_path_factory.mktemp("changed")
+    narrowing = Narrowing(changes=("method.epochs=1",))
+    scores = {"no-gra-no-mpa": 0.6, "no-gra-mpa": 0.65, "gra-no-mpa": 0.66, "gra-mpa": 0.7}
+    for cell in select([read_experiment("ablation")], narrowing)["ablation"]:
+        ledgers.put(folder, ledgers.summary(cell, ledgers.hassle(scores[cell.name])))
+    files = [folder / f"r.{suffix}" for suffix in ("html", "md", "csv", "tex")]
+    flags = [word for file in files for word in ("-o", file)]
+    words = ("ablation", "method.epochs=1", "threads=1", "--results", folder)
+    code, out, err = call("report", *words, *flags)
+    assert (code, err) == (0, "") and "12 of 12 runs are done" in out
+    return folder, {file.suffix[1:]: file.read_text("utf-8") for file in files}
+
+
+@pytest.mark.parametrize("suffix", ["html", "md", "tex"])
+def test_runs_with_other_settings_are_named_as_such_and_compared_with_nothing(suffix, changed):
+    text = changed[1][suffix].replace(r"\_", "_")
+    assert "Changed settings: method.epochs=1. So nothing is compared with the paper." in text
+    assert "70.00" in text and "67.79" not in text  # EM of ours and of the paper
+    assert "confirmed" not in text and "claims hold" not in text
+
+
+def test_csv_has_the_changed_settings_in_a_column(changed):
+    lines = list(csv.DictReader(io.StringIO(changed[1]["csv"])))
+    assert {line["changes"] for line in lines} == {"method.epochs=1"}
+    assert {line["paper"] + line["difference"] for line in lines} == {""}
+    assert all(line["command"].endswith(" method.epochs=1 threads=1") for line in lines)
+
+
+def test_the_terminal_names_changed_settings_too(changed):
+    code, out, _ = call("reproduce", "ablation", "method.epochs=1", "--results", changed[0])
+    assert code == 0 and "67.79" not in out
+    assert "Changed settings: method.epochs=1. So nothing is compared with the paper." in out
+
+
+@pytest.mark.parametrize("words", [["threads=1", "device=cpu"], ["--rounds", "200"]])
+def test_settings_that_make_the_same_runs_change_nothing(words, ledger, tmp_path):
+    assert call("report", "ablation", *words, "--results", ledger, "-o", tmp_path / "r.md")[0] == 0
+    text = (tmp_path / "r.md").read_text("utf-8")
+    assert "Changed" not in text and "(67.79)" in text and "so far" in text
+
+
+def test_a_file_of_ones_own_is_not_taken_for_the_papers_by_its_name(ledger, tmp_path):
+    shipped = ROOT / "fedhassle/reproduce/experiments/ablation.toml"
+    (tmp_path / "ablation.toml").write_text(shipped.read_text("utf-8") + "\n", "utf-8")
+    same = made(ledger, str(tmp_path / "ablation.toml")).sections[0]
+    text = shipped.read_text("utf-8").replace('data = "cifar10"', 'data = "fmnist"')
+    (tmp_path / "ablation.toml").write_text(text, "utf-8")
+    other = made(ledger, str(tmp_path / "ablation.toml")).sections[0]
+    assert same.paper is not None and other.paper is None
 
 
 @pytest.mark.parametrize(

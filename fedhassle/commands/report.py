@@ -37,11 +37,12 @@ def report(
         check_format(path)
     named, changes = names_and_changes(names, rounds)
     chosen = {name: read_experiment(name) for name in named or experiments()}
-    cells = select(list(chosen.values()), Narrowing(split(only), split(methods), seeds, tuple(changes)))
+    narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
+    cells = select(list(chosen.values()), narrowing)
     ledger = Ledger(results)
     for reason in ledger.skipped.values():
         typer.echo(f"skipped: {reason}")
-    made = content.report(chosen, cells, ledger, changes)
+    made = content.report(chosen, cells, ledger, narrowing)
     typer.echo(f"{made.done} of {made.runs} runs are done")
     for path in paths:
         write_report(made, path)

@@ -126,7 +126,7 @@ def make(
     work = Work(*options) if ray is None else SpreadWork(ray, *options)
     if work.cells:
         follow_work(work, console)
-    show_figures(chosen, cells, ledger, console)
+    show_figures(chosen, cells, narrowing, ledger, console)
     left = len(work.left)
     if left:
         say(console, f"left: {left} of {len(work.cells)} runs; the same command goes on with them")
@@ -166,14 +166,16 @@ def follow_work(work: Work, console: Console) -> None:
 def show_figures(
     chosen: Sequence[Experiment],
     cells: Mapping[str, Sequence[Cell]],
+    narrowing: Narrowing,
     ledger: Ledger,
     console: Console,
 ) -> None:
     """A table for each experiment of which something is wanted."""
-    from fedhassle.reproduce.figures import figures
-    from fedhassle.reproduce.text import figures_table
+    from fedhassle.reproduce.figures import figures, paper_of
+    from fedhassle.reproduce.text import changed_settings, figures_table
 
     for experiment in chosen:
-        if cells[experiment.name]:
-            shown = figures(experiment, cells[experiment.name], ledger)
-            console.print(figures_table(experiment, shown))
+        if its := cells[experiment.name]:
+            console.print(figures_table(experiment, figures(experiment, its, ledger)))
+            if narrowing.telling and paper_of(experiment, its) is None:
+                say(console, changed_settings(narrowing.telling))

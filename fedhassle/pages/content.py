@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from fedhassle.provenance import machine
 from fedhassle.report.groups import Curve, curve_of
-from fedhassle.reproduce.experiment import Cell, Choice, Experiment
-from fedhassle.reproduce.figures import Figure, by_name, curve, figures_of, over_seeds, summaries
+from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Narrowing, fitting
+from fedhassle.reproduce.figures import Figure, by_name, curve, figures_of, over_seeds, paper_of, summaries
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, Printed, printed
 from fedhassle.requested import Requested
@@ -39,6 +39,7 @@ class Result:
     choices: tuple[Choice, ...]
     figures: tuple[Figure, ...]
     headline: Figure  # the accuracy that stands for its method
+    seeds: tuple[int, ...]  # that are wanted
     curves: Mapping[str, Curve]  # by metric
     runs: tuple[Made, ...]
     rounds: int  # of the runs
@@ -65,10 +66,16 @@ class Section:
 
     experiment: Experiment
     word: str  # what names it on the command line
-    paper: Printed | None
+    narrowing: Narrowing  # which part of it is wanted, and what is changed
+    paper: Printed | None  # None too where its runs are not those of the paper
     results: tuple[Result, ...]
     cells: int
     done: int
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The settings that make its runs others than the paper's, as on the command line."""
+        return self.narrowing.telling if self.paper is None else ()
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,13 @@ class Report:
     runs: int  # that the experiments ask for, each counted once
     done: int
     skipped: tuple[str, ...]  # files of the ledger that are no summaries, and why
-    changes: tuple[str, ...]  # settings over those of the experiments, as on the command line
 
 
 def report(
     chosen: Mapping[str, Experiment],
     cells: Mapping[str, Sequence[Cell]],
     ledger: Ledger,
-    changes: Sequence[str] = (),
+    narrowing: Narrowing | None = None,
 ) -> Report:
     """The report on cells of experiments, which are given by what names them, in the paper's order."""
     order = list(printed())
@@ -94,29 +100,32 @@ def report(
         chosen.items(), key=lambda one: order.index(one[1].name) if one[1].name in order else len(order)
     )
     sections = tuple(
-        section(experiment, word, cells[experiment.name], ledger)
+        section(experiment, word, cells[experiment.name], ledger, narrowing or Narrowing())
         for word, experiment in ranked
         if cells[experiment.name]
     )
     keys = {cell.identity.key: cell.identity for cell in chain(*cells.values())}
     done = sum(run in ledger for run in keys.values())
-    return Report(sections, len(keys), done, tuple(ledger.skipped.values()), tuple(changes))
+    return Report(sections, len(keys), done, tuple(ledger.skipped.values()))
 
 
-def section(experiment: Experiment, word: str, cells: Sequence[Cell], ledger: Ledger) -> Section:
+def section(
+    experiment: Experiment, word: str, cells: Sequence[Cell], ledger: Ledger, narrowing: Narrowing
+) -> Section:
     """An experiment and what the ledger has of it."""
-    results = tuple(result(experiment, seeds, ledger) for seeds in by_name(cells))
+    paper = paper_of(experiment, cells)
+    results = tuple(result(experiment, seeds, ledger, paper) for seeds in by_name(cells))
     done = sum(cell.identity in ledger for cell in cells)
-    return Section(experiment, word, printed().get(experiment.name), results, len(cells), done)
+    return Section(experiment, word, fitting(narrowing, cells), paper, results, len(cells), done)
 
 
-def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger) -> Result:
+def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known: Printed | None) -> Result:
     """The result of cells that differ in their seed alone; where there is none, one of other rounds."""
     shown = list(seeds)
     if not any(cell.identity in ledger for cell in seeds):
         shown = with_other_rounds(seeds, ledger) or shown
     found = summaries(shown, ledger)  # read here and let go: all histories at once would fill the memory
-    figures = tuple(figures_of(experiment, shown, found))
+    figures = tuple(figures_of(experiment, shown, found, known))
     first = figures[0]
     paper = {figure.metric: figure.paper for figure in figures}
     leading = f"accuracy.{found[0]['headline']}" if found else HEADLINE
@@ -130,6 +139,7 @@ def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger) -> Res
         choices=first.choices,
         figures=figures,
         headline=headline,
+        seeds=tuple(cell.seed for cell in seeds),
         curves={metric: curve_of([dict(curve(run, metric)) for run in found]) for metric in metrics},
         runs=runs,
         rounds=shown[0].identity.rounds,

@@ -9,6 +9,7 @@ import unicodedata
 from fedhassle.pages.content import Report, Section
 from fedhassle.pages.grid import Entry, Grid, Line, grid
 from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, gap, lacking, ours, paper, signed, source
+from fedhassle.reproduce.text import changed_settings
 
 SPECIAL = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -31,7 +32,8 @@ def table(section: Section) -> str:
     made, experiment = grid(section), section.experiment
     stubs, width = len(made.stub), len(made.headings)
     where = f" ({source(section)})" if source(section) else ""
-    caption = f"{experiment.title}{where}. {HOW_TO_READ} {marks(made)}".strip()
+    words = [f"{experiment.title}{where}.", changed_settings(section.changes), HOW_TO_READ, marks(made)]
+    caption = " ".join(filter(None, words))
     rows = [row(line) for line in made.lines]
     rules = [line.reference and not before.reference for before, line in itertools.pairwise(made.lines)]
     body = [

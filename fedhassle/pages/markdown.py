@@ -9,6 +9,7 @@ from fedhassle.pages.content import Report, Section
 from fedhassle.pages.findings import Finding, findings
 from fedhassle.pages.grid import Entry, Grid, Line, grid
 from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
+from fedhassle.reproduce.text import changed_settings
 
 OWN = "<!-- made by fedhassle report -->"
 FINDINGS = "findings"  # the name of the block that has them
@@ -26,7 +27,7 @@ def markdown(report: Report) -> str:
         title = (
             f"{section.experiment.title} ({source(section)})" if source(section) else section.experiment.title
         )
-        parts += [f"## {escaped(title)}", escaped(section.experiment.about), block(section, report)]
+        parts += [f"## {escaped(title)}", escaped(section.experiment.about), block(section)]
     if report.skipped:
         parts += ["## Left out", "\n".join(f"- {escaped(reason)}" for reason in report.skipped)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -34,7 +35,7 @@ def markdown(report: Report) -> str:
 
 def blocks(report: Report) -> dict[str, str]:
     """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings."""
-    made = {section.experiment.name: block(section, report) for section in report.sections}
+    made = {section.experiment.name: block(section) for section in report.sections}
     every = findings(report)
     return made | ({FINDINGS: findings_table(every)} if every else {})
 
@@ -49,16 +50,18 @@ def renewed(text: str, report: Report) -> str | None:
     return text if found else None
 
 
-def block(section: Section, report: Report) -> str:
+def block(section: Section) -> str:
     """A table, what its marks mean, and how it is made."""
     made = grid(section)
-    return "\n\n".join([table(made), legend(section, made, report)])
+    return "\n\n".join([table(made), legend(section, made)])
 
 
-def legend(section: Section, made: Grid, report: Report) -> str:
+def legend(section: Section, made: Grid) -> str:
     """What a reader of a table has to know."""
     entries = [entry for line in made.lines for entry in line.entries if entry is not None]
     words = [f"{section.done} of {section.cells} runs are done."]
+    if section.changes:
+        words.append(escaped(changed_settings(section.changes)))
     if any(paper(entry.figure) is not None for entry in entries):
         words.append("In parentheses the paper's figure.")
     if any(entry.figure.ours is None for entry in entries):
@@ -67,7 +70,7 @@ def legend(section: Section, made: Grid, report: Report) -> str:
         words.append("Small print says what a figure still lacks.")
     if any(line.own for line in made.lines):
         words.append("† The paper does not have it.")
-    return " ".join([*words, f"Made by `{command(section, report)}`."])
+    return " ".join([*words, f"Made by `{command(section)}`."])
 
 
 def table(made: Grid) -> str:

@@ -23,6 +23,7 @@ from fedhassle.pages.wording import (
     source,
 )
 from fedhassle.report.markup import Markup, joined, tag
+from fedhassle.reproduce.text import changed_settings
 from fedhassle.version import package_version
 
 TITLE = "The paper's tables and figures, made again"
@@ -55,7 +56,7 @@ def page(report: Report) -> str:
             *found(report),
             how_to_read(),
             who_holds_what(),
-            *(section_of(one, report, environments) for one in report.sections),
+            *(section_of(one, environments) for one in report.sections),
             made_with(environments),
             left_out(report),
             id="results",
@@ -94,13 +95,13 @@ def header(report: Report) -> Markup:
         "Federated semi-supervised learning with annotation heterogeneity (Shang et al., arXiv 2303.02445): "
         "HASSLE with SUMA and its rivals, our figures beside the paper's."
     )
-    changed = f"Settings over the paper's: {' '.join(report.changes)}."
+    changed = dict.fromkeys(itertools.chain(*(one.changes for one in report.sections)))
     return tag(
         "header",
         tag("p", "fedhassle", class_="brand"),
         tag("h1", TITLE),
         tag("p", about, class_="lead"),
-        *([tag("p", tag("strong", changed))] if report.changes else []),
+        *([tag("p", tag("strong", f"Changed settings: {' '.join(changed)}."))] if changed else []),
         tag("dl", *tiles, class_="tiles"),
     )
 
@@ -234,7 +235,7 @@ def who_holds_what() -> Markup:
     return tag("section", tag("h2", "Who holds what"), figure_of(default_split()), id="split")
 
 
-def section_of(section: Section, report: Report, environments: Environments) -> Markup:
+def section_of(section: Section, environments: Environments) -> Markup:
     """An experiment: what it is, its figure, its table, and how they were made."""
     experiment, made = section.experiment, grid(section)
     says = () if section.paper is None else section.paper.says
@@ -246,11 +247,12 @@ def section_of(section: Section, report: Report, environments: Environments) -> 
         tag("h2", experiment.title),
         about,
         *([tag("p", experiment.about)] if experiment.about else []),
+        *([tag("p", tag("strong", changed_settings(section.changes)))] if section.changes else []),
         *(tag("p", f"The paper: {text}", class_="says") for text in says),
         *(figure_of(one) for one in drawn(section, made)),
         table_of(made, experiment.title),
         *rounds_of(section),
-        provenance(section, report, environments),
+        provenance(section, environments),
     ]
     return tag("section", *parts, id=experiment.name, class_="experiment")
 
@@ -325,15 +327,15 @@ def cell_of(entry: Entry | None) -> Markup:
     return tag("td", shown, *second, *note, class_="other" if result.status == OTHER else None)
 
 
-def provenance(section: Section, report: Report, environments: Environments) -> Markup:
+def provenance(section: Section, environments: Environments) -> Markup:
     """How every number was made."""
     ran = [one for one in section.results if one.runs]
     rest = sum(one.status == MISSING for one in section.results)
-    parts = [tag("p", "All of it: ", tag("code", command(section, report)))]
+    parts = [tag("p", "All of it: ", tag("code", command(section)))]
     if ran:
         titles = ("cell", "seeds", "rounds", "minutes a run", "settings", "made with", "files", "command")
         head = tag("tr", *(tag("th", word, scope="col") for word in titles))
-        rows = [provenance_row(section, report, one, environments) for one in ran]
+        rows = [provenance_row(section, one, environments) for one in ran]
         parts.append(
             scrolled(tag("table", tag("thead", head), tag("tbody", *rows)), "how the figures were made")
         )
@@ -342,7 +344,7 @@ def provenance(section: Section, report: Report, environments: Environments) -> 
     return tag("details", tag("summary", "How every number was made"), *parts, class_="made")
 
 
-def provenance_row(section: Section, report: Report, result: Result, environments: Environments) -> Markup:
+def provenance_row(section: Section, result: Result, environments: Environments) -> Markup:
     """How the runs of a cell were made."""
     runs = result.runs
     minutes = sum(run.seconds for run in runs) / len(runs) / 60
@@ -355,7 +357,7 @@ def provenance_row(section: Section, report: Report, result: Result, environment
         tag("code", *dict.fromkeys(run.settings_hash for run in runs)),
         joined(*links),
         joined(*(tag("div", tag("code", run.file)) for run in runs)),
-        tag("code", command(section, report, result)),
+        tag("code", command(section, result)),
     ]
     return tag("tr", tag("th", tag("code", result.name), scope="row"), *(tag("td", one) for one in cells))
 

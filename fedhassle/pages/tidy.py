@@ -12,22 +12,23 @@ from fedhassle.reproduce.figures import Figure
 
 COLUMNS = (
     *("experiment", "source", "cell", "choices", "metric", "unit", "status", "mean", "std"),
-    *("seeds", "seeds_wanted", "rounds", "rounds_wanted", "paper", "difference", "command"),
+    *("seeds", "seeds_wanted", "rounds", "rounds_wanted", "paper", "difference", "changes", "command"),
 )
+DECIMALS = 10
 
 
 def tidy(report: Report) -> str:
-    """All figures; accuracies in %, bytes in MB, in full precision; what is not known is empty."""
+    """All figures; accuracies in %, bytes in MB, to ten decimals; what is not known is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for section in report.sections:
         for result in section.results:
-            writer.writerows(line(section, result, figure, report) for figure in result.figures)
+            writer.writerows(line(section, result, figure) for figure in result.figures)
     return text.getvalue()
 
 
-def line(section: Section, result: Result, figure: Figure, report: Report) -> list[str | float | None]:
+def line(section: Section, result: Result, figure: Figure) -> list[str | float | None]:
     """A figure with all that is known of it."""
     axes = section.experiment.axes
     scale = unit_of(figure.metric)
@@ -43,13 +44,19 @@ def line(section: Section, result: Result, figure: Figure, report: Report) -> li
         figure.metric or "accuracy",
         unit(figure),
         result.status,
-        mean,
-        std,
+        rounded(mean),
+        rounded(std),
         len(result.runs),
         figure.seeds,
         result.rounds if result.runs else None,
         result.wanted,
-        None if paper is None else round(paper, 10),
-        mean - paper if compared and mean is not None and paper is not None else None,
-        command(section, report, result),
+        rounded(paper),
+        rounded(mean - paper) if compared and mean is not None and paper is not None else None,
+        " ".join(section.changes),
+        command(section, result),
     ]
+
+
+def rounded(value: float | None) -> float | None:
+    """A figure without the last bits, which are noise."""
+    return value

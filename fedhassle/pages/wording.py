@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from fedhassle.pages.content import DONE, OTHER, PARTIAL, Report, Result, Section
+from fedhassle.pages.content import DONE, OTHER, PARTIAL, Result, Section
 from fedhassle.pages.grid import Entry
+from fedhassle.reproduce.experiment import Narrowing
 from fedhassle.reproduce.figures import Figure, is_accuracy
 from fedhassle.reproduce.text import shown_as
 
@@ -67,16 +68,29 @@ def seeds_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def command(section: Section, report: Report, result: Result | None = None) -> str:
-    """The command line that makes an experiment, or one result of it."""
-    words = ["fedhassle", "reproduce", section.word]
-    if result is not None:
-        words += ["--only", result.name]
-        if result.status == OTHER:
-            words += ["--rounds", str(result.rounds)]
-        if result.headline.seeds > section.experiment.seeds:
-            words += ["--seeds", str(result.headline.seeds)]
-    return shlex.join([*words, *report.changes])
+def command(section: Section, result: Result | None = None) -> str:
+    """The command line that makes what is shown of an experiment, or one result of it."""
+    narrowing = section.narrowing
+    seeds = section.experiment.seeds if narrowing.seeds is None else narrowing.seeds
+    options = of_part(narrowing) if result is None else of_result(result, seeds)
+    if seeds != section.experiment.seeds:
+        options += ["--seeds", str(seeds)]
+    return shlex.join(["fedhassle", "reproduce", section.word, *options, *narrowing.changes])
+
+
+def of_part(narrowing: Narrowing) -> list[str]:
+    """The options that choose the cells of a part."""
+    given = {"--only": narrowing.only, "--methods": narrowing.methods}
+    return [word for option, words in given.items() if words for word in (option, ",".join(words))]
+
+
+def of_result(result: Result, seeds: int) -> list[str]:
+    """The options that choose the cells of a result and no others, of so many seeds."""
+    whole = result.seeds == tuple(range(seeds))
+    like_a_seed = result.choices[-1].id in map(str, range(seeds))  # so that --only would take it for one
+    names = [result.name] if whole and not like_a_seed else [f"{result.name}-{n}" for n in result.seeds]
+    rounds = ["--rounds", str(result.rounds)] if result.status == OTHER else []
+    return ["--only", ",".join(names), *rounds]
 
 
 def unit(figure: Figure) -> str:

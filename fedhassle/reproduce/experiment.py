@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedhassle.build import is_machines
 from fedhassle.errors import UserError, require
 from fedhassle.launch import Identity, identify
 from fedhassle.names import nearest
-from fedhassle.requested import Changes, Requested, layer, read_toml, request, shipped
+from fedhassle.report.groups import flat
+from fedhassle.requested import Changes, Requested, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
 SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn
@@ -100,7 +102,12 @@ class Narrowing:
     only: tuple[str, ...] = ()  # choices, joined in the order of the axes: cifar10-10%, 5%-hassle-0
     methods: tuple[str, ...] = ()
     seeds: int | None = None  # how many; else as many as the experiment has
-    changes: Changes = ()  # settings over those of the experiment
+    changes: tuple[str, ...] = ()  # settings over those of the experiment, KEY=VALUE
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        """The changes that make other runs: all but those of the machine's own settings."""
+        return tuple(change for change in self.changes if not is_machines(key_value(change)[0]))
 
 
 def experiments() -> list[str]:
@@ -187,7 +194,7 @@ def cells(experiment: Experiment, narrowing: Narrowing | None = None) -> list[Ce
     wanted = narrowing or Narrowing()
     seeds = experiment.seeds if wanted.seeds is None else wanted.seeds
     require(seeds >= 1, f"the number of seeds must be at least 1, got {seeds}")
-    require("seed" not in layer(wanted.changes), "the seeds are 0, 1, …: choose how many with --seeds")
+    require_free(experiment, wanted.changes)
     chosen = list(itertools.product(*(axis.choices for axis in experiment.axes)))
     made = (
         make_cell(experiment, choices, seed, wanted.changes)
@@ -196,10 +203,36 @@ def cells(experiment: Experiment, narrowing: Narrowing | None = None) -> list[Ce
     return [cell for cell in made if is_wanted(cell, wanted)]
 
 
-def make_cell(experiment: Experiment, choices: tuple[Choice, ...], seed: int, changes: Changes) -> Cell:
+def require_free(experiment: Experiment, changes: Sequence[str]) -> None:
+    """Refuses changes of what tells the cells of an experiment apart."""
+    changed = dict(flat(layer(changes)))
+    require("seed" not in changed, "the seeds are 0, 1, …: choose how many with --seeds")
+    for axis in experiment.axes:
+        taken = {key for choice in axis.choices for key, _ in flat(layer(choice.changes))}
+        for key in changed:
+            require(
+                key not in taken,
+                f"{experiment.name}: {key.removesuffix('.name')} is what its axis {axis.name!r} sets: choose "
+                "among its cells with --only or --methods, or write an experiment file of your own "
+                "(docs/reproduce.md)",
+            )
+
+
+def make_cell(experiment: Experiment, choices: tuple[Choice, ...], seed: int, changes: Sequence[str]) -> Cell:
     """A cell with its settings; not yet checked, since it may not be wanted."""
-    layers = [experiment.settings, *(choice.changes for choice in choices), changes]
+    layers: list[Changes] = [experiment.settings, *(choice.changes for choice in choices), changes]
     return Cell(experiment.name, choices, seed, request("paper", *layers, {"seed": seed}))
+
+
+def as_shipped(experiment: Experiment, made: Sequence[Cell]) -> bool:
+    """Whether cells are those of the shipped experiment of that name, with no setting changed."""
+    if experiment.name not in experiments() or experiment != read_experiment(experiment.name):
+        return False
+    hashes = {cell.name: cell.identity.settings_hash for cell in made}
+    shipped_cells = cells(experiment, Narrowing(seeds=1))
+    return all(
+        cell.identity.settings_hash == hashes[cell.name] for cell in shipped_cells if cell.name in hashes
+    )
 
 
 def is_wanted(cell: Cell, narrowing: Narrowing) -> bool:
@@ -208,6 +241,19 @@ def is_wanted(cell: Cell, narrowing: Narrowing) -> bool:
     if narrowing.methods and not {*ids, cell.method} & {*narrowing.methods}:
         return False
     return not narrowing.only or any(word in joined([*ids, str(cell.seed)]) for word in narrowing.only)
+
+
+def fitting(narrowing: Narrowing, chosen: Sequence[Cell]) -> Narrowing:
+    """A narrowing without the words that fit none of its cells: they are meant for other experiments."""
+
+    def fits(part: Narrowing) -> bool:
+        return any(is_wanted(cell, part) for cell in chosen)
+
+    return replace(
+        narrowing,
+        only=tuple(word for word in narrowing.only if fits(Narrowing(only=(word,)))),
+        methods=tuple(word for word in narrowing.methods if fits(Narrowing(methods=(word,)))),
+    )
 
 
 def joined(ids: Sequence[str]) -> set[str]:
@@ -224,11 +270,11 @@ def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list
     axes = itertools.chain(*(experiment.axes for experiment in chosen))
     ids = dict.fromkeys(choice.id for axis in axes for choice in axis.choices)
     for word in narrowing.only:
-        require_fit(every, replace(whole, only=(word,)), f"--only {word!r}", nearest(word, ids), ids)
+        if not any(is_wanted(cell, Narrowing(only=(word,))) for cell in every):
+            raise no_such_part(f"--only {word!r}", nearest(word, ids), ids)
     for word in narrowing.methods:
-        require_fit(
-            every, replace(whole, methods=(word,)), f"--methods {word!r}", nearest(word, methods), methods
-        )
+        if not any(is_wanted(cell, Narrowing(methods=(word,))) for cell in every):
+            raise no_such_part(f"--methods {word!r}", nearest(word, methods), methods)
     found = {experiment.name: cells(experiment, narrowing) for experiment in chosen}
     require(any(found.values()), "--only and --methods together leave no cell")
     for cell in itertools.chain(*found.values()):
@@ -236,9 +282,6 @@ def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list
     return found
 
 
-def require_fit(
-    every: Sequence[Cell], narrowing: Narrowing, what: str, hint: str, known: Iterable[str]
-) -> None:
-    """Refuses a word that leaves no cell."""
-    fits = any(is_wanted(cell, narrowing) for cell in every)
-    require(fits, f"{what} fits no cell{hint} (known are {', '.join(known)})")
+def no_such_part(what: str, hint: str, known: Iterable[str]) -> UserError:
+    """What is said of a word that leaves no cell."""
+    return UserError(f"{what} fits no cell{hint} (known are {', '.join(known)})")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fedhassle.report.groups import Spread, spread
-from fedhassle.reproduce.experiment import Cell, Choice, Experiment
+from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.paper import HEADLINE, printed
+from fedhassle.reproduce.paper import HEADLINE, Printed, printed
 from fedhassle.runs import LAST, Metrics
 
 
@@ -28,7 +28,14 @@ class Figure(NamedTuple):
 def figures(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Figure]:
     """Those of the given cells, in the order of the experiment."""
     found = [(seeds, summaries(seeds, ledger)) for seeds in by_name(cells)]
-    return [figure for seeds, runs in found for figure in figures_of(experiment, seeds, runs)]
+    paper = paper_of(experiment, cells)
+    return [figure for seeds, runs in found for figure in figures_of(experiment, seeds, runs, paper)]
+
+
+def paper_of(experiment: Experiment, cells: Sequence[Cell]) -> Printed | None:
+    """What the paper has of cells; nothing where their settings are not those of its experiment."""
+    known = printed().get(experiment.name)
+    return known if known is not None and as_shipped(experiment, cells) else None
 
 
 def by_name(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -44,10 +51,11 @@ def summaries(cells: Sequence[Cell], ledger: Ledger) -> list[Metrics]:
     return [summary for cell in cells if (summary := ledger.summary(cell.identity)) is not None]
 
 
-def figures_of(experiment: Experiment, seeds: Sequence[Cell], found: Sequence[Metrics]) -> list[Figure]:
+def figures_of(
+    experiment: Experiment, seeds: Sequence[Cell], found: Sequence[Metrics], known: Printed | None
+) -> list[Figure]:
     """The figures of cells that differ in their seed alone, from the results that are there."""
     cell = seeds[0]
-    known = printed().get(experiment.name)
     paper = {} if known is None else known.of(cell.name)
     metrics = metrics_of(experiment, found[0]) if found else list(paper) or [HEADLINE]
     return [

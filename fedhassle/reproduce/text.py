@@ -74,6 +74,12 @@ def figures_table(experiment: Experiment, shown: Sequence[Figure]) -> Table:
     return table
 
 
+def changed_settings(changes: Sequence[str]) -> str:
+    """Names settings over an experiment's, and says what follows; nothing where there are none."""
+    named = " ".join(changes)
+    return f"Changed settings: {named}. So nothing is compared with the paper." if changes else ""
+
+
 def metric_label(metric: str) -> str:
     """A metric in words."""
     table, _, name = metric.partition(".")
