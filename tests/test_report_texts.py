@@ -244,6 +244,15 @@ def test_cells_are_chosen_as_they_are_made(ledger, tmp_path):
     assert lines[0]["command"] == "fedhassle reproduce ablation --only gra-no-mpa --seeds 1 rounds=7"
 
 
+def test_a_ledger_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = "<!-- ablation -->\nkept\n<!-- /ablation -->\n"
+    (tmp_path / "mine.md").write_text(mine)
+    code, _, err = call("report", "ablation", "--results", "typo", "-o", "mine.md")
+    assert code == 2 and "there is no ledger at typo" in err and "--results" in err
+    assert (tmp_path / "mine.md").read_text() == mine
+
+
 # The commands that it names
 
 

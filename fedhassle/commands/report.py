@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedhassle.commands.options import Methods, Names, Only, Results, Rounds, Seeds, names_and_changes, split
+from fedhassle.errors import require
 
 
 def report(
@@ -39,6 +40,7 @@ def report(
     chosen = {name: read_experiment(name) for name in named or experiments()}
     narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
     cells = select(list(chosen.values()), narrowing)
+    require(results.is_dir(), f"there is no ledger at {results}: name its folder with --results")
     ledger = Ledger(results)
     for reason in ledger.skipped.values():
         typer.echo(f"skipped: {reason}")
