@@ -156,6 +156,17 @@ def test_csv_holds_every_figure_in_full(ledger):
     assert other["command"] == "fedhassle reproduce ablation --only gra-no-mpa --rounds 7"
 
 
+def test_csv_has_no_noise_in_the_last_bits(tmp_path):
+    """100 · (0.0615 + 0.1700 + 0.4630) / 3 is 23.150000000000002 in binary."""
+    for seed, score in enumerate((0.0615, 0.1700, 0.4630)):
+        cell = select([read_experiment("ablation")], Narrowing(only=(f"gra-mpa-{seed}",)))["ablation"][0]
+        ledgers.put(tmp_path, ledgers.summary(cell, {"EM": score}))
+    text = tidy(made(tmp_path, "ablation", only=("gra-mpa",)))
+    (line,) = csv.DictReader(io.StringIO(text))
+    assert (line["mean"], line["difference"]) == ("23.15", "-44.64")
+    assert max(len(word.partition(".")[2]) for word in (line["mean"], line["std"], line["paper"])) <= 10
+
+
 def test_csv_has_bytes_in_megabytes(tmp_path):
     (cell,) = select([read_experiment("communication")], Narrowing(only=("hassle",)))["communication"]
     ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5)))

@@ -59,4 +59,4 @@ def line(section: Section, result: Result, figure: Figure) -> list[str | float |
 
 def rounded(value: float | None) -> float | None:
     """A figure without the last bits, which are noise."""
-    return value
+    return None if value is None else round(value, DECIMALS)
