@@ -213,6 +213,7 @@ def test_settings_of_ones_own_make_other_runs():
         ({"only": ("fmnist-fedavg",), "methods": ("sage",)}, "leave no cell"),
         ({"seeds": 0}, "at least 1, got 0"),
         ({"changes": ("seed=3",)}, "--seeds"),
+        ({"only": ("cifar10-10",)}, "did you mean 'cifar10-10%'"),
         (
             {"changes": ("data=fmnist-mini",)},
             "table1: data is what its axis 'data' sets.*--only or --methods",

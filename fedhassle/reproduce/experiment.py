@@ -271,7 +271,7 @@ def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list
     ids = dict.fromkeys(choice.id for axis in axes for choice in axis.choices)
     for word in narrowing.only:
         if not any(is_wanted(cell, Narrowing(only=(word,))) for cell in every):
-            raise no_such_part(f"--only {word!r}", nearest(word, ids), ids)
+            raise no_such_part(f"--only {word!r}", nearest(word, parts(every)), ids)
     for word in narrowing.methods:
         if not any(is_wanted(cell, Narrowing(methods=(word,))) for cell in every):
             raise no_such_part(f"--methods {word!r}", nearest(word, methods), methods)
@@ -280,6 +280,11 @@ def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list
     for cell in itertools.chain(*found.values()):
         cell.identity  # noqa: B018 - raises where settings are wrong, before anything trains
     return found
+
+
+def parts(every: Sequence[Cell]) -> set[str]:
+    """All that --only may be given, but for seeds."""
+    return set().union(*(joined([choice.id for choice in cell.choices]) for cell in every))
 
 
 def no_such_part(what: str, hint: str, known: Iterable[str]) -> UserError:
