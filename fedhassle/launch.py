@@ -47,6 +47,9 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
+Load = Callable[[Settings], Dataset]
+"""How the images of a run are had."""
+
 LANES_OF_ALL = 24  # of all runs that share a GPU; one that has it to itself has as many as it asks for
 
 
@@ -167,9 +170,7 @@ def release(folder: Folder) -> None:
             path.rmdir()
 
 
-def start(
-    requested: Requested, out: Path | None = None, load: Callable[[Settings], Dataset] = build_dataset
-) -> Run:
+def start(requested: Requested, out: Path | None = None, load: Load = build_dataset) -> Run:
     """A new run in its own folder."""
     folder = claim(requested, out)
     try:
@@ -224,7 +225,24 @@ class Loader:
         return self._known[key]
 
 
-def reopen(path: Path, device: str | None = None) -> Run:
+class OneTry:
+    """Loads the images of runs; those that could not be had are not asked for again."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, UserError] = {}
+
+    def __call__(self, settings: Settings) -> Dataset:
+        """The images of one run; the same error each time where there are none."""
+        key = settings.data.model_dump_json()
+        if key not in self._failures:
+            try:
+                return build_dataset(settings)
+            except UserError as error:
+                self._failures[key] = error
+        raise self._failures[key]
+
+
+def reopen(path: Path, device: str | None = None, load: Load = build_dataset) -> Run:
     """A run that was cut, from whatever it left behind; `device` where it is not the one it began on."""
     folder = Folder(path)
     if folder.audit.exists():
@@ -233,12 +251,10 @@ def reopen(path: Path, device: str | None = None) -> Run:
         )
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
-    return prepare(folder, device)
+    return prepare(folder, device, load)
 
 
-def prepare(
-    folder: Folder, device: str | None = None, load: Callable[[Settings], Dataset] = build_dataset
-) -> Run:
+def prepare(folder: Folder, device: str | None = None, load: Load = build_dataset) -> Run:
     """Builds all that a run needs; for another device than recorded, what suits that is chosen anew."""
     requested = recorded(folder)
     if device is not None and resolved_device(device) != recorded_device(requested):

@@ -12,6 +12,7 @@ from small import LIMIT, but_seconds, call, checkpoints, kill_when
 
 from fedhassle import together
 from fedhassle.commands.reproduce import seconds_of
+from fedhassle.data import download
 from fedhassle.errors import UserError
 from fedhassle.files import locked
 from fedhassle.reproduce import work as working
@@ -345,6 +346,38 @@ def test_a_failure_does_not_stop_the_others(tiny, tmp_path):
     assert re.search(r"^tiny 0.5-fedavg-0 failed: round \d: the updates of all clients", out, re.MULTILINE)
     assert "\ntiny none-fedavg-0 failed: split.labels='10%' is a layout of 20 clients" in out
     assert "left: 2 of 3 runs" in out and "missing" in out
+    assert len(list((tmp_path / "runs").glob("*.lock"))) == 1  # of the one that had begun
+
+
+def test_images_that_cannot_be_had_are_asked_for_once(tiny, tmp_path, monkeypatch):
+    """Without a network, eight cells on images to be downloaded beside four on others."""
+    asked = []
+
+    def refuse(url):
+        asked.append(url)
+        raise download._FailedError("no connection", again=False)
+        yield
+
+    monkeypatch.setattr(download, "_chunks", refuse)
+    monkeypatch.setenv("FEDHASSLE_DATA", str(tmp_path / "data"))
+    far = """
+[[axis]]
+name = "data"
+choices = [
+  { id = "far", set = { data = "fmnist", split.clients = 20, split.labels = "10%" } },
+  { id = "farther", set = { data = "fmnist", split.clients = 20, split.labels = "20%" } },
+  { id = "near" },
+]
+"""
+    (tmp_path / "tiny.toml").write_text(tiny.read_text() + far)
+    code, out = make(tmp_path / "tiny.toml", tmp_path, "--methods", "fedavg")
+    assert code == 1 and len(told(out)) == 4
+    assert len(asked) == len(download.FMNIST_SOURCES[0].urls)
+    assert out.count("cannot be run: ") == 1 and re.findall(r"^tiny (\S+) failed", out, re.MULTILINE) == [
+        "0.5-fedavg-far-0"
+    ]
+    assert "\n7 more runs need these images\n" in out and "left: 8 of 12 runs" in out
+    assert not list((tmp_path / "runs").glob("*.lock"))
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(tiny, tmp_path, made):

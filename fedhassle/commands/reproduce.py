@@ -132,6 +132,9 @@ def make(
         say(console, f"left: {left} of {len(work.cells)} runs; the same command goes on with them")
     for cell, error in work.failed:
         say(console, f"{cell} failed: {error}")
+        more = sum(other is error for other in work.barred)
+        if more:
+            say(console, f"{more} more {'run needs' if more == 1 else 'runs need'} these images")
     if work.failed:
         raise typer.Exit(1)
 

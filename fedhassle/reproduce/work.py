@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fedhassle.build import settings_hash
+from fedhassle.build import build_dataset, settings_hash
 from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import locked
-from fedhassle.launch import Identity, Run, recorded_device, reopen, start
+from fedhassle.launch import Identity, Load, OneTry, Run, recorded_device, reopen, start
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.runs import Folder, Metrics, read_summary
@@ -90,8 +91,10 @@ class Work:
         self.width = (together or SIDE_BY_SIDE) if on_gpu(self.cells) else 1
         self.done: list[Cell] = []
         self.failed: list[tuple[Cell, BaseException]] = []
+        self.barred: list[BaseException] = []  # of cells that need the images which one of `failed` lacks
         self._elsewhere: list[Cell] = []  # those that other processes were at when their turn came
         self._clock = Clock(budget)
+        self._load = OneTry()
         self._taken: list[Held] = []  # by the place of the run
         self._going: set[int] = set()
 
@@ -134,7 +137,7 @@ class Work:
 
     def _events(self) -> Generator[Event]:
         """What happens while the cells are trained; closed, it ends each run after its round."""
-        return carry_out_together(self._ready(prepare), self.width)
+        return carry_out_together(self._ready(partial(prepare, load=self._load)), self.width)
 
     def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
         """The cells made ready, each when its turn comes; those of other processes are looked at again."""
@@ -172,12 +175,20 @@ class Work:
                     return None
                 job = make(cell, Folder(self._home(cell)))
             except Exception as error:
-                log.warning("%s cannot be run: %s", cell, error)
-                self.failed.append((cell, error))
+                lock.unlink(missing_ok=True)
+                self._give_up(cell, error)
                 return None
             self._going.add(len(self._taken))
             self._taken.append(Held(cell, stack.pop_all()))
             return job
+
+    def _give_up(self, cell: Cell, error: Exception) -> None:
+        """Tells of a cell that cannot begin; quietly where an error is raised again, as `OneTry` does."""
+        if any(error is known for _, known in self.failed):
+            self.barred.append(error)
+            return
+        log.warning("%s cannot be run: %s", cell, error)
+        self.failed.append((cell, error))
 
     def _note(self, event: Event) -> None:
         """Takes in what happened."""
@@ -221,11 +232,11 @@ def on_gpu(cells: Sequence[Cell]) -> bool:
     return any(cell.identity.device != "cpu" for cell in cells)
 
 
-def prepare(cell: Cell, folder: Folder) -> Run:
+def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
     """The run of a cell, new or as far as it came, on the device that is asked for now."""
     if not folder.begun:
-        return start(cell.requested, folder.path)
-    run = reopen(folder.path, recorded_device(cell.requested))
+        return start(cell.requested, folder.path, load)
+    run = reopen(folder.path, recorded_device(cell.requested), load)
     require_own(cell, folder.path, (settings_hash(run.settings, run.dataset, run.split), run.settings.seed))
     return run
 
