@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.logging import RichHandler
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from fedhassle.method import Client
 from fedhassle.names import counted
@@ -50,22 +56,47 @@ def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) 
             follow_plainly(steps, rounds, console)
 
 
-COLUMNS = (
-    TextColumn("{task.description}"),
-    TextColumn("round"),
-    MofNCompleteColumn(),
-    BarColumn(bar_width=None),
-    TimeElapsedColumn(),
+class NameColumn(ProgressColumn):
+    """The name of a run; where there is no room for all of it, its end, which tells it from others."""
+
+    def render(self, task: Task) -> Shortened:
+        """As it fits."""
+        return Shortened(task.description)
+
+
+class Shortened(NamedTuple):
+    """A text in one line that loses its beginning where it is too long."""
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, cell_len(self.text))).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text
+        while cell_len(text) > max(options.max_width, 1):
+            text = f"…{text[2:]}"
+        yield Text(text, no_wrap=True)
+
+
+# Without no_wrap a column is the first to give way where a line is too long: the bar, or the name.
+ROUNDS = (TextColumn("round"), MofNCompleteColumn(table_column=Column(no_wrap=True)))
+TIMES = (
+    TimeElapsedColumn(Column(no_wrap=True)),
     TextColumn("left"),
-    TimeRemainingColumn(),
+    TimeRemainingColumn(table_column=Column(no_wrap=True)),
     TextColumn("{task.fields[score]}", style="bold"),
-    TextColumn("{task.fields[clients]}", style="dim"),
 )
+CLIENTS = TextColumn("{task.fields[clients]}", style="dim")
+OF_ONE = (*ROUNDS, BarColumn(bar_width=None), *TIMES, CLIENTS)
+OF_SEVERAL = (NameColumn(), *ROUNDS, BarColumn(10, table_column=Column(no_wrap=True)), *TIMES)
+
+A_WHILE = 120.0  # seconds after which a long run says where it is, where no line moves
 
 
 def follow_live(steps: Iterable[Step], rounds: int, headline: str, console: Console) -> None:
     """One line that moves: rounds done and left, time, accuracy so far, the round's clients."""
-    with Progress(*COLUMNS[1:], console=console) as progress:
+    with Progress(*OF_ONE, console=console) as progress:
         task = progress.add_task("", total=rounds, score="", clients="starting")
         for step in steps:
             show(progress, task, step, headline)
@@ -82,13 +113,15 @@ def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None
     """A line for each evaluated round."""
     for step in steps:
         if step.metrics is not None:
-            say(console, plain_line(step, rounds, step.metrics))
+            say(console, plain_line(step, rounds))
 
 
-def plain_line(step: Step, rounds: int, metrics: Metrics) -> str:
-    """An evaluated round in a line."""
-    seconds = f"{metrics['seconds']:.1f} s"
-    return "  ".join([f"round {step.t}/{rounds}", scores(metrics), kinds(step.clients), seconds])
+def plain_line(step: Step, rounds: int) -> str:
+    """A round in a line, with its accuracies if it was evaluated."""
+    about, clients = f"round {step.t}/{rounds}", kinds(step.clients)
+    if step.metrics is None:
+        return f"{about}  {clients}"
+    return "  ".join([about, scores(step.metrics), clients, f"{step.metrics['seconds']:.1f} s"])
 
 
 class Watched(NamedTuple):
@@ -114,22 +147,24 @@ def follow_together(
     """Shows each round of several runs as it ends; returns how each run ended.
 
     Many runs are better told of when they have `ended`: by a line that takes the place of those of rounds,
-    and without what is merely good to know, which is in their logs.
+    but for one now and then, and without what is merely good to know, which is in their logs.
     """
-    ends, watched = [], dict[int, Watched]()
+    ends, watched, told = [], dict[int, Watched](), dict[int, float]()
     with (
         messages_on(console, logging.INFO if ended is None else logging.WARNING),
-        Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress,
+        Progress(*OF_SEVERAL, console=console, disable=not console.is_terminal) as progress,
     ):
         for event in events:
             if event.begun is not None:
                 watched[event.run] = watch(progress, event.begun, name(event))
+                told[event.run] = time.monotonic()
             elif event.step is not None:
                 run = watched[event.run]
                 show(progress, run.task, event.step, run.headline)
-                if not (console.is_terminal or ended) and event.step.metrics is not None:
-                    line = plain_line(event.step, run.rounds, event.step.metrics)
-                    say(console, f"{run.name}  {line}")
+                late = ended is not None and time.monotonic() - told[event.run] >= A_WHILE
+                if not console.is_terminal and (late or (ended is None and event.step.metrics is not None)):
+                    told[event.run] = time.monotonic()
+                    say(console, f"{run.name}  {plain_line(event.step, run.rounds)}")
             else:
                 ends.append(event)
                 if ended is not None:

@@ -1,0 +1,58 @@
+"""What a person sees of several runs: a line each that fits, or a line now and then."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from fedhassle import view
+from fedhassle.together import Event
+from fedhassle.view import OF_SEVERAL, follow_together
+
+NAME = "table1 cifar100-10%-fixmatch-global-0"
+CLIENT = SimpleNamespace(kind="partial")
+
+
+def line(width, name=NAME):
+    """A run of which 12 of 200 rounds are done, in a terminal of some width."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    progress = Progress(*OF_SEVERAL, console=console)
+    progress.update(progress.add_task(name, total=200, score="model 73.5%", clients=""), completed=12)
+    console.print(progress)
+    (shown,) = console.file.getvalue().splitlines()
+    return shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 150])
+def test_a_narrow_terminal_takes_from_the_name_alone(width):
+    shown = line(width)
+    assert "round  12/200" in shown and "0:00:00 left -:--:-- model 73.5%" in shown and len(shown) <= width
+
+
+def test_of_a_name_that_is_too_long_the_end_is_shown():
+    assert line(80).startswith("…10%-fixmatch-global-0 ") and line(150).startswith(NAME)
+    assert line(80, "short").startswith("short ")
+
+
+def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
+    """Rounds of 50 seconds, of which every second is evaluated, by a clock that is set by hand."""
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr(view, "time", SimpleNamespace(monotonic=lambda: now.time))
+    metrics = {"accuracy": {"EM": 0.5}, "seconds": 50.0}
+
+    def events():
+        yield Event(0, begun=SimpleNamespace(name="run", rounds=7, headline="EM"))
+        for t in range(1, 8):
+            now.time += 50
+            yield Event(0, step=SimpleNamespace(t=t, metrics=None if t % 2 else metrics, clients=[CLIENT]))
+        yield Event(0)
+
+    console = Console(file=io.StringIO(), width=80)
+    follow_together(events(), console, lambda event: "a", lambda event: "a has ended")
+    assert console.file.getvalue().splitlines() == [
+        "a  round 3/7  1 partial",
+        "a  round 6/7  EM 50.0%  1 partial  50.0 s",
+        "a has ended",
+    ]
