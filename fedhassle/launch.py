@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import tomli_w
 import torch
@@ -211,35 +212,26 @@ def folder_names(names: Sequence[str]) -> list[str]:
 
 
 class Loader:
-    """Loads the images of runs, once for all that train on the same."""
+    """Loads the images of runs: once for all that hold them at a time; what cannot be had, not again."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Dataset] = {}
-
-    def __call__(self, settings: Settings) -> Dataset:
-        """The images of one run."""
-        drawn = settings.seed if settings.data.holdout else None  # what is held out
-        key = f"{settings.data.model_dump_json()} {drawn}"
-        if key not in self._known:
-            self._known[key] = build_dataset(settings)
-        return self._known[key]
-
-
-class OneTry:
-    """Loads the images of runs; those that could not be had are not asked for again."""
-
-    def __init__(self) -> None:
+        self._held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
         self._failures: dict[str, UserError] = {}
 
     def __call__(self, settings: Settings) -> Dataset:
         """The images of one run; the same error each time where there are none."""
-        key = settings.data.model_dump_json()
-        if key not in self._failures:
+        drawn = settings.seed if settings.data.holdout else None  # what is held out
+        key = f"{settings.data.model_dump_json()} {drawn}"
+        if key in self._failures:
+            raise self._failures[key]
+        found = self._held.get(key)
+        if found is None:
             try:
-                return build_dataset(settings)
+                found = self._held[key] = build_dataset(settings)
             except UserError as error:
                 self._failures[key] = error
-        raise self._failures[key]
+                raise
+        return found
 
 
 def reopen(path: Path, device: str | None = None, load: Load = build_dataset) -> Run:

@@ -1,4 +1,4 @@
-"""Made-up results for the cells of experiments, as a ledger holds them."""
+"""Small experiments, and made-up results for the cells of others, as a ledger holds them."""
 
 import dataclasses
 import json
@@ -6,6 +6,27 @@ import json
 from fedhassle.requested import Requested
 
 KINDS = {"full": 1e6, "partial": 2e6, "unlabelled": 3e6}
+
+FEW = """
+[settings]
+data = "IMAGES"
+rounds = 4
+evaluate_every = 1
+clients_per_round = 4
+threads = 1
+device = "cpu"
+split.clients = 6
+split.labels = { full = 1, partial = 2, unlabelled = 3, share = 0.3 }
+method.epochs = 1
+method.batch = 16
+"""  # settings with which a run takes a fraction of a second
+
+
+def experiment(folder, text, images):
+    """The file of an experiment on the images of a file."""
+    path = folder / "tiny.toml"
+    path.write_text(text.replace("IMAGES", str(images)))
+    return path
 
 
 def summary(cell, scores, rounds=None, **changes):

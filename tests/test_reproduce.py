@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, kill_when
 
 from fedhassle import together
@@ -24,7 +25,7 @@ from fedhassle.reproduce.work import Clock, Work
 from fedhassle.together import Event
 
 RESULTS = Path(__file__).parents[1] / "results"
-TINY = """
+TINY = f"""
 title = "Two methods on few images"
 source = "nowhere"
 rows = ["method"]
@@ -32,28 +33,17 @@ columns = ["alpha"]
 metrics = ["accuracy.SM", "accuracy.EM"]
 seeds = 2
 
-[settings]
-data = "IMAGES"
-rounds = 4
-evaluate_every = 1
-clients_per_round = 4
-threads = 1
-device = "cpu"
-split.clients = 6
-split.labels = { full = 1, partial = 2, unlabelled = 3, share = 0.3 }
-method.epochs = 1
-method.batch = 16
-method.residual_steps = 2
+{FEW}method.residual_steps = 2
 
 [[axis]]
 name = "alpha"
-choices = [{ id = "0.5", set = { split.alpha = 0.5 } }, { id = "5", set = { split.alpha = 5.0 } }]
+choices = [{{ id = "0.5", set = {{ split.alpha = 0.5 }} }}, {{ id = "5", set = {{ split.alpha = 5.0 }} }}]
 
 [[axis]]
 name = "method"
 choices = [
-  { id = "fedavg", label = "FedAvg", set = { method = "fedavg" } },
-  { id = "hassle", label = "HASSLE", set = { method = "hassle" } },
+  {{ id = "fedavg", label = "FedAvg", set = {{ method = "fedavg" }} }},
+  {{ id = "hassle", label = "HASSLE", set = {{ method = "hassle" }} }},
 ]
 """
 KEYS = [
@@ -64,9 +54,7 @@ KEYS = [
 @pytest.fixture(scope="module")
 def tiny(images, tmp_path_factory):
     """The file of an experiment of eight runs, a fraction of a second each."""
-    path = tmp_path_factory.mktemp("experiment") / "tiny.toml"
-    path.write_text(TINY.replace("IMAGES", str(images)))
-    return path
+    return experiment(tmp_path_factory.mktemp("experiment"), TINY, images)
 
 
 def make(tiny, folder, *words):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, environment
 
 from fedhassle import together
@@ -25,27 +26,16 @@ from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.spread import Board, Errand, Node, Share, SpreadWork, carried_out, look, share_of
 from fedhassle.reproduce.work import Work
 
-TINY = """
+TINY = f"""
 title = "Two step sizes on few images"
 seeds = 2
 
-[settings]
-data = "IMAGES"
-rounds = 4
-evaluate_every = 1
-clients_per_round = 4
-threads = 1
-device = "cpu"
-split.clients = 6
-split.labels = { full = 1, partial = 2, unlabelled = 3, share = 0.3 }
-split.alpha = 5.0
+{FEW}split.alpha = 5.0
 method.name = "fedavg"
-method.epochs = 1
-method.batch = 16
 
 [[axis]]
 name = "step"
-choices = [{ id = "fine" }, { id = "wild", set = { method.lr = 1e30, method.clip = 0.0 } }]
+choices = [{{ id = "fine" }}, {{ id = "wild", set = {{ method.lr = 1e30, method.clip = 0.0 }} }}]
 """
 SMALL, LARGE = Node("a", "small", 0, 2), Node("b", "large", 4, 16)
 
@@ -53,9 +43,7 @@ SMALL, LARGE = Node("a", "small", 0, 2), Node("b", "large", 4, 16)
 @pytest.fixture(scope="module")
 def tiny(images, tmp_path_factory):
     """The file of an experiment: two runs that end well, and two that diverge."""
-    path = tmp_path_factory.mktemp("experiment") / "tiny.toml"
-    path.write_text(TINY.replace("IMAGES", str(images)))
-    return path
+    return experiment(tmp_path_factory.mktemp("experiment"), TINY, images)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import TypeVar
 from fedhassle.build import build_dataset, settings_hash
 from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import locked
-from fedhassle.launch import Identity, Load, OneTry, Run, recorded_device, reopen, start
+from fedhassle.launch import Identity, Load, Loader, Run, recorded_device, reopen, start
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.runs import Folder, Metrics, read_summary
@@ -94,7 +94,7 @@ class Work:
         self.barred: list[BaseException] = []  # of cells that need the images which one of `failed` lacks
         self._elsewhere: list[Cell] = []  # those that other processes were at when their turn came
         self._clock = Clock(budget)
-        self._load = OneTry()
+        self._load = Loader()
         self._taken: list[Held] = []  # by the place of the run
         self._going: set[int] = set()
 
@@ -183,7 +183,7 @@ class Work:
             return job
 
     def _give_up(self, cell: Cell, error: Exception) -> None:
-        """Tells of a cell that cannot begin; quietly where an error is raised again, as `OneTry` does."""
+        """Tells of a cell that cannot begin; quietly where an error is raised again, as `Loader` does."""
         if any(error is known for _, known in self.failed):
             self.barred.append(error)
             return
