@@ -5,8 +5,10 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
+from types import SimpleNamespace
 
 import federations
 import httpx
@@ -16,6 +18,7 @@ import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.config import parse_config_args
+from flwr.proto.message_pb2 import ObjectTree
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -198,6 +201,55 @@ def test_what_is_replaced_in_flower_is_there():
     assert import_module(pace.AT_NODE).time is time
     source = inspect.getsource(import_module(pace.AT_NODE))
     assert source.count("time.sleep(3)") == 1 and source.count("time.sleep(0.5)") == 2
+
+
+class Outbox:
+    """What a SuperNode keeps of its messages; the worker answers them one by one, when it is looked for."""
+
+    def __init__(self):
+        self.msg_store, self.lock_msg_store, self.to_do = {}, threading.Lock(), []
+
+    def store(self, name, run, answers=""):
+        metadata = SimpleNamespace(
+            run_id=run, message_id=name, reply_to_message_id=answers, group_id="", message_type="query"
+        )
+        self.msg_store[name] = SimpleNamespace(message=SimpleNamespace(metadata=metadata))
+        if not answers:
+            self.to_do.append((name, run))
+
+    def get_messages_legacy(self, is_reply):
+        entries = [e.message for e in self.msg_store.values() if e.message.metadata.reply_to_message_id]
+        if self.to_do:  # the next answer is there a moment later
+            name, run = self.to_do.pop(0)
+            self.store(f"answer to {name}", run, answers=name)
+        return entries
+
+    def get_message_processing_duration(self, message_id):
+        return 0.0
+
+    def delete_messages(self, message_ids):
+        for name in message_ids:
+            self.msg_store.pop(name, None)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_an_answer_left_over_from_a_stopped_run_delays_no_other(mended):
+    """Flower's own sending, as it is, answers each message when the next has come."""
+    own = import_module(pace.AT_NODE)._push_messages
+    push, state, sent = pace.thorough(own) if mended else own, Outbox(), []
+
+    def send(message, tree, seconds):
+        sent.append(message.metadata.message_id)
+        return set(), "session"
+
+    store = SimpleNamespace(get_object_tree=lambda name: ObjectTree(), delete=lambda name: None)
+    state.store("late", run=1)
+    state.get_messages_legacy(is_reply=True)  # it is answered, and its run is stopped: nothing is sent
+    for name in ("hello", "train"):
+        state.store(name, run=2)
+        push(state=state, object_store=store, send=send, push_object=None)
+    answered = ["answer to late", "answer to hello"]
+    assert sent == [*answered, "answer to train"] if mended else sent == answered
 
 
 def refusing(code):

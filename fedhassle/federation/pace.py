@@ -1,8 +1,9 @@
 """How often to look whether there is something to do; and Flower's own waits, too long or too short.
 
 Flower's SuperNode sleeps three seconds where it finds no message, and whoever finds a message before its
-parts have arrived waits a second for them: with rounds of seconds, most of a round. And a node that was
-killed and is started again gives up at once, since for a minute the SuperLink takes it to be there still.
+parts have arrived waits a second for them: with rounds of seconds, most of a round. A node that was killed
+and is started again gives up at once, since for a minute the SuperLink takes it to be there still. And one
+that had an answer ready when its run was stopped sends every later one a message too late.
 There is no setting for any of it, so it is replaced where it is looked up, here and nowhere else. A test
 makes sure that it is there in the versions of Flower that this package admits.
 """
@@ -64,7 +65,25 @@ def hurry_node() -> None:
     node: Any = import_module(AT_NODE)
     node.time = SimpleNamespace(sleep=sleep)
     shorten_retries(node)
+    node._push_messages = thorough(node._push_messages)
     FleetHttpClient.ActivateNode = persistent(FleetHttpClient.ActivateNode)  # type: ignore[method-assign]
+
+
+def thorough(push: Callable[..., None]) -> Callable[..., None]:
+    """A SuperNode's sending of answers, made again until that to its last message is among them.
+
+    It ends with the first answer that there is, which may be one left over from a run that was stopped.
+    """
+
+    def call(*, state: Any, **rest: Any) -> None:
+        with state.lock_msg_store:
+            messages = {key: entry.message.metadata for key, entry in state.msg_store.items()}
+        last = [key for key, about in messages.items() if not about.reply_to_message_id][-1:]
+        push(state=state, **rest)
+        while any(key in state.msg_store for key in last):  # what is answered is deleted
+            push(state=state, **rest)
+
+    return call
 
 
 def persistent(activate: Callable[..., T]) -> Callable[..., T]:
