@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTH = 64  # channels of a tile, at most
+WIDTH = 32  # channels of a tile, at most
 ENTRIES = 2048  # of a tile
 TILES = 4  # loaded at once, so that the memory is kept busy
 WARPS = 4
-PROGRAMS = 256  # at most: two for each multiprocessor of a large GPU
+STAGES = 3  # laps under way at once: the next are loaded while one is summed
+PROGRAMS = 128  # at most, over all columns: about one for each multiprocessor of a large GPU
 ADDED = 4096  # entries of what the programs leave that are loaded at once
 
 # Of each stream, whose kernels never run at once; zero between them.
@@ -27,7 +28,7 @@ def _sums(  # type: ignore[no-untyped-def]
     x, gradient, mean, variance, spread, gain, shift, left, result, counter,
     rows, channels, laps, count, momentum, eps,
     BACKWARD: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TILES: tl.constexpr, ADDED: tl.constexpr,
+    TILES: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block, programs, column = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     c = column * WIDTH + tl.arange(0, WIDTH)
@@ -42,7 +43,7 @@ def _sums(  # type: ignore[no-untyped-def]
         level = tl.load(shift + c, mask=inside, other=0.0)
     plain = tl.zeros([ROWS, WIDTH], tl.float32)
     product = tl.zeros([ROWS, WIDTH], tl.float32)
-    for lap in range(laps):
+    for lap in tl.range(0, laps, num_stages=STAGES):
         for tile in tl.static_range(TILES):
             r = ((block * laps + lap) * TILES + tile) * ROWS + tl.arange(0, ROWS)
             there = (r < rows)[:, None] & inside[None, :]
@@ -127,7 +128,7 @@ def _launch(
         x, gradient, mean, variance, spread, gain, shift, left, result, _counter(x.device, columns),
         rows, channels, laps, float(rows), momentum, eps,
         BACKWARD=gradient is not None, MASKED=gain is not None, ROWS=tall, WIDTH=width, TILES=TILES,
-        ADDED=ADDED // width, num_warps=WARPS,
+        ADDED=ADDED // width, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return result
 
