@@ -291,6 +291,13 @@ def environment(**changes):
     return {**os.environ, "PYTHONPATH": path, **changes}
 
 
+def interruptible(*words):
+    """What starts a command that heeds Ctrl-C, though tests in the background of a script ignore it."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; from fedhassle.cli import main; main()"
+    return [sys.executable, "-c", code, *map(str, words)]
+
+
 def process(*words, **changes):
     """A command in a process of its own, to its end."""
     command = [sys.executable, "-m", "fedhassle", *map(str, words)]

@@ -2,12 +2,11 @@
 
 import signal
 import subprocess
-import sys
 import time
 
 import small
 import torch
-from small import LIMIT, but_seconds, call, environment, metrics_of
+from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
 
 from fedhassle import launch
 from fedhassle.checkpoints import load_checkpoint
@@ -93,9 +92,7 @@ def wait_for(condition, running):
 
 def test_an_interrupt_from_outside_ends_with_code_130(words, tmp_path):
     folder = tmp_path / "run"
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests may ignore it
-    code += "; from fedhassle.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", *words, "rounds=100000", "--out", str(folder)]
+    command = interruptible("run", *words, "rounds=100000", "--out", folder)
     running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         wait_for(lambda: any((folder / "checkpoints").glob("round-*")), running)

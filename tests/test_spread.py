@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from ledgers import FEW, experiment
-from small import LIMIT, but_seconds, call, checkpoints, environment
+from small import LIMIT, but_seconds, call, checkpoints, environment, interruptible
 
 from fedhassle import together
 from fedhassle.errors import UserError
@@ -270,11 +270,10 @@ class Started:
         self.home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
         self.output = folder / "output.txt"
         options = ("--ray", "local", "--results", folder / "results", "--runs", folder / "runs")
-        command = [sys.executable, "-m", "fedhassle", "reproduce", tiny, *options, *words]
         changes = {"MARK": self.mark, "HOME": str(self.home), "RAY_TMPDIR": str(self.home)}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [str(word) for word in command],
+                interruptible("reproduce", tiny, *options, *words),
                 env=environment(**changes),
                 stdout=output,
                 stderr=subprocess.STDOUT,
