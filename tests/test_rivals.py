@@ -442,7 +442,7 @@ def test_sigma_descends_ten_times_the_cross_entropy_of_sigma_plus_psi(world, rng
     method = FedMatch(NET)
     known = as_models(tensors(sigma=world.sent, psi=sent), method.networks())
     for its, local in ((psi, tensors(psi=psi)), (sent, {})):
-        batches = (world.unlabelled, world.labelled) if local else (world.labelled,)
+        batches = (world.labelled, world.unlabelled) if local else (world.labelled,)
 
         def loss(leaf, local=local, batches=batches):
             return method.supervised({"sigma": known["sigma"].at(leaf), **local}, known, *batches)
@@ -499,7 +499,7 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
     def loss(method, leaf):
         if alone:
             return method.agreement_alone({"psi": leaf}, known, world.unlabelled)
-        return method.agreement({**local, "psi": leaf}, known, world.unlabelled, world.labelled)
+        return method.agreement({**local, "psi": leaf}, known, world.labelled, world.unlabelled)
 
     found, grad = gradient(partial(loss, method), psi)
     np.testing.assert_allclose(found, value, rtol=1e-12)
@@ -519,7 +519,7 @@ def test_where_nothing_is_sure_psi_is_left_to_its_norms(world, rng):
     method = FedMatch(NET, confidence=1.5)
     known = as_models(tensors(sigma=world.w, psi=psi), method.networks())
     found, grad = gradient(
-        lambda leaf: method.agreement({"sigma": known["sigma"], "psi": leaf}, known, world.unlabelled, None),
+        lambda leaf: method.agreement({"sigma": known["sigma"], "psi": leaf}, known, None, world.unlabelled),
         psi,
     )
     np.testing.assert_allclose(found, value, rtol=1e-12)
@@ -549,21 +549,43 @@ def test_batchnorm_belongs_to_sigma(rng):
     np.testing.assert_allclose(model.statistics.numpy(), moved(s, x), rtol=1e-10)
 
 
-def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it():
-    """Never sure, no helpers; σ ← σ − lr·10·∇ℓ(σ + ψ), then ψ ← ψ − lr·(10⁻⁴·sign ψ + 20·(ψ − σ)), new σ."""
+def test_psi_learns_by_statistics_of_the_batch_and_moves_none(rng):
+    (w, s), x = normed_vector(rng), pictures(rng)
+    psi = vector(rng)
+    method = FedMatch(NORMED, confidence=0.0)
+    model = Model(NORMED, *tensors(w=w, s=s.copy()).values(), training=True)
+    views = Batch(tensors(a=x, b=x).values(), None)
+    loss = method.agreement({"sigma": model, "psi": torch.from_numpy(psi)}, {}, None, views)
+    z = normed(x, w + np.concatenate([psi, np.zeros(32)]))
+    norms = 1e-4 * np.abs(psi).sum() + 10 * ((psi - w[: len(psi)]) ** 2).sum()
+    np.testing.assert_allclose(loss.item(), 0.01 * ce(z, z.argmax(1)) + norms, rtol=1e-10)
+    np.testing.assert_array_equal(model.statistics.numpy(), s)
+
+
+def test_a_pass_over_the_labels_is_an_epoch_of_fedmatch():
+    (phase,) = FedMatch(NET, batch=4, ratio=3, epochs=2).phases(Client("here", 9, 40), 1)
+    assert [(stream.part, stream.batch) for stream in phase.streams] == [("labelled", 4), ("unlabelled", 12)]
+    assert phase.length(Client("here", 9, 40)) == 2 * 3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(clip):
+    """Never sure, no helpers; g = ∇ℓ(σ + ψ), of norm at most `clip` (0: any).
+
+    σ ← σ − lr·10·g, then ψ ← ψ − lr·(10⁻⁴·sign ψ + 20·(ψ − σ)) with the new σ, whatever its norm.
+    """
     data = small.dataset(side=3)
     here = small.site(data, range(7), range(30, 51))
-    method = FedMatch(NET, batch=8, epochs=2, confidence=1.5)
+    method = FedMatch(NET, batch=8, epochs=2, confidence=1.5, lr=0.02, clip=clip)
     found = small.trained(method, here)
-    rng = generator(0, 1, "here", "both")
-    order_of_epochs(21, 8, 2, rng)
-    for view in ("weak", "strong"):
-        rng.random((6, 8, here.views.uniforms(view)), dtype=np.float32)
     sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
-    for rows in order_end_to_end(7, 8, 6, rng):
+    for rows in order_of_epochs(7, 8, 2, generator(0, 1, "here", "both")):
         x, y = clean(data, rows), data.y_train[rows]
-        sigma = sigma - 0.01 * 10 * pull_back(x, ce_gradient(f(x, sigma + psi), y))
-        psi = psi - 0.01 * (1e-4 * np.sign(psi) + 20 * (psi - sigma))
+        g = pull_back(x, ce_gradient(f(x, sigma + psi), y))
+        norm = np.linalg.norm(g)
+        assert norm > 0.02
+        sigma = sigma - 0.02 * 10 * g * (clip / norm if clip else 1)
+        psi = psi - 0.02 * (1e-4 * np.sign(psi) + 20 * (psi - sigma))
     np.testing.assert_allclose(found.arrays["sigma"].numpy(), sigma, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.arrays["psi"].numpy(), psi, rtol=1e-4, atol=1e-6)
 
@@ -572,7 +594,7 @@ def test_without_unlabelled_data_fedmatch_trains_sigma_alone():
     """A full client: ten times the cross-entropy of σ + ψ^(0), 11 samples in ⌈11/8⌉ = 2 steps an epoch."""
     data = small.dataset(side=3)
     here = small.site(data, range(11))
-    method = FedMatch(NET, batch=8, epochs=2)
+    method = FedMatch(NET, batch=8, epochs=2, lr=0.01)
     found = small.trained(method, here)
     sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
 

@@ -216,15 +216,18 @@ class Sum:
         self.sigma, self.psi = (
             tuple(module.get_parameter(name) for name in names) for module in (sigma, psi)
         )
-        shared: dict[int, Any] = {id(x): x for x in sigma.modules() if isinstance(x, _BatchNorm)}
+        self.norms = [(x, x.momentum) for x in sigma.modules() if isinstance(x, _BatchNorm)]
+        shared: dict[int, Any] = {id(x): x for x, _ in self.norms}
         self.theta = copy.deepcopy(sigma, shared)
         paths = [name.rpartition(".") for name in names]
         self.places = [(self.theta.get_submodule(layer), name) for layer, _, name in paths]
         for layer, name in self.places:
             delattr(layer, name)  # from now on no parameter but a tensor
 
-    def at(self, sigma: tuple[Tensor, ...], psi: tuple[Tensor, ...]) -> nn.Module:
-        """θ with these kernels, whichever of them are to have a gradient."""
+    def at(self, sigma: tuple[Tensor, ...], psi: tuple[Tensor, ...], still: bool = False) -> nn.Module:
+        """θ with these kernels, whichever of them are to have a gradient; `still`: statistics do not move."""
+        for norm, momentum in self.norms:
+            norm.momentum = 0.0 if still else momentum
         for (layer, name), kernel in zip(self.places, torch._foreach_add(sigma, psi), strict=True):
             setattr(layer, name, kernel)
         return self.theta
@@ -234,8 +237,7 @@ def supervised_sum(both: Sum, weight: float) -> Loss:
     """Weight · cross-entropy of θ, for σ."""
     psi = detached(both.psi)
 
-    def loss(*batches: Batch) -> Tensor:
-        labelled = batches[-1]
+    def loss(labelled: Batch, *rest: Batch) -> Tensor:
         return weight * cross_entropy(both.at(both.sigma, psi)(labelled.views[0]), labelled.y)
 
     return loss
@@ -254,8 +256,8 @@ def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weight
     sigma = detached(both.sigma)
 
     def loss(*batches: Batch) -> Tensor:
-        weak, strong = batches[0].views
-        theta = both.at(sigma, both.psi)
+        weak, strong = batches[-1].views
+        theta = both.at(sigma, both.psi, still=True)
         z, experts = theta(weak), answers(helpers, weak)
         own = z.detach()
         sure = (own.softmax(1).amax(1) >= confidence).float()  # (B,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,12 +25,11 @@ class FedMatch(Method):
     """FedMatch: θ = σ + ψ; full clients train σ on labels, partial ones also ψ; unlabelled ones are idle.
 
     ψ learns by agreeing with the models of the nearest clients. With `unlabelled=true` unlabelled clients
-    train it too. BatchNorm belongs to σ.
+    train it too. BatchNorm, its statistics included, belongs to σ.
     """
 
-    lr: float = 0.01  # at 0.1 the gradient of 10·‖σ − ψ‖² would diverge
-    momentum: float = 0.0
-    clip: float | None = 0.0  # that gradient is in the hundreds at first: a clip would drown the rest
+    lr: float = 0.05  # with λ_s = 10 and a ψ that follows σ, θ goes as far as at 0.1 with momentum 0.9
+    momentum: float = 0.0  # with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
     confidence: float = 0.75  # below it a sample teaches nothing
     helpers: int = 2
     helper_rounds: int = 10  # helpers are sent every so many rounds
@@ -39,6 +38,7 @@ class FedMatch(Method):
     sparsity_weight: float = 0.0001  # λ_L1
     proximity_weight: float = 10.0  # λ_L2
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
+    ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % labels a pass over both
     unlabelled: bool = False  # whether unlabelled clients train ψ
     weights: Literal["samples", "clients"] = "samples"  # of means; its authors' clients all hold as much
     least_change: float = 5e-5  # changes up to this size are not sent, in either direction
@@ -56,6 +56,7 @@ class FedMatch(Method):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
         require(self.helpers <= 1000, f"helpers must be at most 1,000, got {self.helpers}")
         require(0 <= self.first_psi <= 1, f"first_psi must be in [0, 1], got {self.first_psi}")
+        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
         require(self.helper_rounds >= 1, f"helper_rounds must be at least 1, got {self.helper_rounds}")
 
     def networks(self) -> dict[str, Net]:
@@ -73,30 +74,33 @@ class FedMatch(Method):
         return sigma.at(torch.cat([kernels + psi, normalisation]))
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """First σ on labels, then ψ on what has none, at every step."""
+        """First σ on labels, then ψ on what has none, at every step; labels pace the epochs."""
         sgd = self.sgd()
-        labelled, unlabelled = (
-            Stream("labelled", self.batch),
-            Stream("unlabelled", self.batch, ("weak", "strong")),
-        )
-        sigma = Descent("sigma", self.supervised, sgd)
+        clipped = sgd._replace(clip=self.supervised_weight * sgd.clip)  # as if it were the gradient of ℓ
+        free = sgd._replace(clip=0.0)  # that of 10·‖σ − ψ‖² is in the hundreds at first
+        labelled = Stream("labelled", self.batch)
+        sigma = Descent("sigma", self.supervised, clipped)
         if client.kind == "full":
             return (Phase("labelled", (labelled,), (sigma,), self.epochs),)
+        unlabelled = Stream("unlabelled", self.batch, ("weak", "strong"))
         if client.kind == "partial":
-            psi = Descent("psi", self.agreement, sgd)
-            return (Phase("both", (unlabelled, labelled), (sigma, psi), self.epochs),)
-        psi = Descent("psi", self.agreement_alone, sgd)
+            rest = replace(unlabelled, batch=self.ratio * self.batch)
+            psi = Descent("psi", self.agreement, free)
+            return (Phase("both", (labelled, rest), (sigma, psi), self.epochs),)
+        psi = Descent("psi", self.agreement_alone, free)
         return (Phase("unlabelled", (unlabelled,), (psi,), self.epochs),) if self.unlabelled else ()
 
-    def supervised(self, local: Models, received: Models, *batches: Batch) -> Tensor:
+    def supervised(self, local: Models, received: Models, labelled: Batch, *rest: Batch) -> Tensor:
         """λ_s·ℓ(f(x; σ + ψ), y), for σ; a full client does not train ψ."""
-        labelled, psi = batches[-1], local.get("psi", received["psi"])
+        psi = local.get("psi", received["psi"])
         z = self.theta(local["sigma"], psi)(labelled.views[0])
         return self.supervised_weight * cross_entropy(z, labelled.y)
 
-    def agreement(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Tensor:
-        """The loss of ψ beside σ."""
-        return self.psi_loss(local["sigma"], local["psi"], received, unlabelled)
+    def agreement(self, local: Models, received: Models, labelled: Batch, unlabelled: Batch) -> Tensor:
+        """The loss of ψ beside σ, whose BatchNorm statistics it leaves as they are."""
+        sigma = local["sigma"]
+        aside = sigma._replace(statistics=sigma.statistics.clone())
+        return self.psi_loss(aside, local["psi"], received, unlabelled)
 
     def agreement_alone(self, local: Models, received: Models, unlabelled: Batch) -> Tensor:
         """The loss of ψ on the σ received."""
