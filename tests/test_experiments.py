@@ -254,6 +254,16 @@ def test_an_experiment_of_ones_own_is_named_by_its_file(tmp_path):
     assert [one.method for one in made[:2]] == ["fedavg", "hassle"]
 
 
+def test_two_experiments_of_one_name_are_refused(tmp_path):
+    """Their cells would be taken for each other's."""
+    paths = [tmp_path / folder / "mine.toml" for folder in ("one", "other")]
+    for path, method in zip(paths, ("fedprox", "fixmatch"), strict=True):
+        path.parent.mkdir()
+        path.write_text(GOOD.replace("fedavg", method))
+    with pytest.raises(UserError, match="two experiments are called 'mine'"):
+        select([read_experiment(str(path)) for path in paths], Narrowing())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -266,6 +276,11 @@ def test_an_experiment_of_ones_own_is_named_by_its_file(tmp_path):
         ("seeds = true\n" + GOOD, "seeds must be of type int, got True"),
         ('show = "pie"\n' + GOOD, "show must be one of table"),
         ('rows = ["methods"]\n' + GOOD, "'methods' is no axis, did you mean 'method'"),
+        ('show = "lines"\n' + GOOD, "show = 'lines' needs columns"),
+        ('show = "bars"\n' + GOOD, "show = 'bars' needs columns"),
+        ("metrics = [1]\n" + GOOD, "1 is no metric: write one of accuracy, loss, bytes_up, bytes_down"),
+        ('metrics = ["acuracy.EM"]\n' + GOOD, "'acuracy.EM' is no metric"),
+        ('metrics = ["accuracy"]\n' + GOOD, "'accuracy' is no metric"),
         ("settings = { seed = 1 }\n" + GOOD, "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "b", set = { seed = 1 }'), "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "a"'), "an id of its own"),

@@ -1,6 +1,7 @@
 """The report as a page: what it shows is what the ledger has, and what it lacks is said to be lacking."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from small import call
 
 from fedhassle.pages import content
 from fedhassle.pages.content import MISSING, OTHER, PARTIAL
-from fedhassle.pages.drawing import default_split
+from fedhassle.pages.drawing import by_round, default_split
 from fedhassle.pages.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, findings
 from fedhassle.pages.grid import grid
 from fedhassle.pages.page import letters, page
@@ -335,6 +336,43 @@ def test_verdicts(ledger, tmp_path):
     ledgers.put(tmp_path, ledgers.summary(ablation["no-gra-mpa-0"], ledgers.hassle(0.6)))
     gra, *_ = findings(made(tmp_path, "ablation"))
     assert gra.verdict == NOT and "by -10.00 points; single seeds" in gra.numbers
+
+
+@pytest.mark.parametrize(
+    "narrowing",
+    [{"only": ("cifar10-10%",)}, {"methods": ("hassle", "fedavg")}, {"seeds": 1}],
+    ids=["part", "methods", "seeds"],
+)
+def test_a_part_confirms_nothing(narrowing, tmp_path):
+    results_from_the_paper(tmp_path, "table1")
+    found, its = chosen(("table1",), Narrowing(**narrowing))
+    rival, *_ = findings(content.report(found, its, Ledger(tmp_path), Narrowing(**narrowing)))
+    assert len(rival.known) == len(rival.pairs) > 0 and rival.verdict == SO_FAR
+
+
+def test_single_seeds_confirm_nothing(tmp_path):
+    for key, cell in by_key("ablation").items():
+        if key.endswith("-0"):
+            ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5 + 0.1 * key.startswith("gra"))))
+    gra, *_ = findings(made(tmp_path, "ablation"))
+    assert all(pair.holds for pair in gra.pairs) and gra.verdict == SO_FAR
+
+
+def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
+    (bytes_sent,), (losses,) = (made(tmp_path, name).sections for name in ("communication", "training-loss"))
+    assert {figure.metric for one in bytes_sent.results for figure in one.figures} == {
+        *bytes_sent.experiment.metrics
+    }
+    assert [figure.metric for figure in losses.results[0].figures] == ["loss.w_S", "loss.w_U"]
+
+
+def test_a_chart_of_losses_has_no_accuracies_in_it(tmp_path):
+    (section,) = made(RESULTS, "training-loss").sections
+    charted = replace(section.experiment, metrics=("loss.w_S",), show="curves")
+    (one,) = section.results
+    other = replace(one, figures=(one.headline,))  # a method without such a loss shows its headline
+    chart = by_round(replace(section, experiment=charted, results=(one, other)))
+    assert chart.y_label == "loss" and len(chart.series) == len(one.figures)
 
 
 # Layout

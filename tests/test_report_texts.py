@@ -114,6 +114,14 @@ def test_only_blocks_of_a_text_of_ones_own_are_renewed(ledger, tmp_path):
     assert call(*words)[0] == 0 and path.read_text("utf-8") == text
 
 
+def test_findings_are_those_of_the_whole_paper(ledger):
+    """A report on a part leaves them as they are."""
+    text = "<!-- table1 -->\nold\n<!-- /table1 -->\n<!-- findings -->\nold\n<!-- /findings -->\n"
+    assert "\nold\n" not in markdown.renewed(text, made(ledger))
+    part = markdown.renewed(text, made(ledger, "table1"))
+    assert part.endswith("<!-- findings -->\nold\n<!-- /findings -->\n") and "FedAvg" in part
+
+
 def test_a_text_without_a_place_for_it_is_left_alone(ledger, tmp_path):
     path = tmp_path / "mine.md"
     path.write_text("# Mine\n")

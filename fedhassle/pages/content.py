@@ -73,6 +73,19 @@ class Section:
     done: int
 
     @property
+    def whole(self) -> bool:
+        """Whether it is asked for as a whole."""
+        narrowing = self.narrowing
+        fewer = narrowing.seeds is not None and narrowing.seeds < self.experiment.seeds
+        return not (narrowing.only or narrowing.methods or fewer)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the paper has of it is made."""
+        of_paper = [one for one in self.results if all(choice.paper for choice in one.choices)]
+        return self.whole and all(one.status == DONE for one in of_paper)
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """The settings that make its runs others than the paper's, as on the command line."""
         return self.narrowing.telling if self.paper is None else ()

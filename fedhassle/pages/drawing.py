@@ -23,7 +23,9 @@ from fedhassle.report.charts import (
 from fedhassle.report.dots_svg import draw_split_svg
 from fedhassle.report.groups import Curve
 from fedhassle.report.markup import Markup
+from fedhassle.reproduce.experiment import Experiment
 from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.text import metric_label
 
 DEFAULT_DATA = "cifar10"  # of all experiments but the two large tables
@@ -63,6 +65,16 @@ def unit_of(metric: str) -> float:
     return 0.01 if is_accuracy(metric) else 1e6 if metric.startswith("bytes_") else 1.0
 
 
+def measure(metric: str) -> str:
+    """What an axis says that a metric is drawn on."""
+    return "accuracy (%)" if is_accuracy(metric) else "MB" if metric.startswith("bytes_") else "loss"
+
+
+def measure_of(experiment: Experiment) -> str:
+    """What the chart of an experiment shows: that of its first metric, and nothing else beside it."""
+    return measure((*experiment.metrics, HEADLINE)[0])
+
+
 def point(x: float, figure: Figure) -> Point | None:
     """A figure of ours as it is shown."""
     if figure.ours is None:
@@ -91,13 +103,14 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
     axes = {axis.name: axis for axis in experiment.axes}
     columns = [axes[name] for name in experiment.columns]
     ticks = tuple(shortened(heading, [axis.label for axis in columns]) for heading in grid.headings)
+    rows = [line for line in grid.lines if measure(line.metric or HEADLINE) == measure_of(experiment)]
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
         x_label=", ".join(axis.label for axis in columns),
-        y_label="accuracy (%)",
+        y_label=measure_of(experiment),
         series=tuple(
-            series_of(" ".join(line.labels), line.entries, colour(i)) for i, line in enumerate(grid.lines)
+            series_of(" ".join(line.labels), line.entries, colour(i)) for i, line in enumerate(rows)
         ),
         ticks=ticks,
         from_zero=from_zero,
@@ -116,15 +129,16 @@ def by_round(section: Section) -> Chart:
     series = []
     for i, one in enumerate(results):
         for j, figure in enumerate(one.figures):
+            if measure(figure.metric) != measure_of(experiment):
+                continue
             row = " ".join(choice.label for choice in one.choices) if several else ""
             label = f"{metric_label(figure.metric)} {row}".strip()
             series.append(curve_series(label, one, figure, colour(j), dashed=i > 0))
-    loss = all(metric.startswith("loss.") for metric in experiment.metrics) and experiment.metrics
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
         x_label="round",
-        y_label="loss" if loss else "accuracy (%)",
+        y_label=measure_of(experiment),
         series=tuple(series),
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fedhassle.names import counted
 from fedhassle.pages.content import Report, Result, Section
 from fedhassle.report.groups import Spread
 from fedhassle.reproduce.experiment import Choice, Experiment
@@ -76,7 +77,7 @@ class Finding:
         if not held:
             return UNKNOWN
         if all(held):
-            return CONFIRMED if len(held) == len(self.pairs) else SO_FAR
+            return CONFIRMED if len(held) == len(self.pairs) and self.section.complete else SO_FAR
         return IN_PART if any(held) else NOT
 
     @property
@@ -190,8 +191,3 @@ def exact(result: Result, metric: str) -> Spread | None:
     if not result.comparable:
         return None
     return next((figure.ours for figure in result.figures if figure.metric == metric), None)
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things."""
-    return f"{number} {what}" + ("" if number == 1 else "s")

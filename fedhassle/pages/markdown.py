@@ -9,6 +9,7 @@ from fedhassle.pages.content import Report, Section
 from fedhassle.pages.findings import Finding, findings
 from fedhassle.pages.grid import Entry, Grid, Line, grid
 from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
+from fedhassle.reproduce.paper import printed
 from fedhassle.reproduce.text import changed_settings
 
 OWN = "<!-- made by fedhassle report -->"
@@ -34,10 +35,13 @@ def markdown(report: Report) -> str:
 
 
 def blocks(report: Report) -> dict[str, str]:
-    """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings."""
+    """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings.
+
+    Findings are those of the whole paper: a report on a part of it leaves them as they are.
+    """
     made = {section.experiment.name: block(section) for section in report.sections}
-    every = findings(report)
-    return made | ({FINDINGS: findings_table(every)} if every else {})
+    whole = {section.experiment.name for section in report.sections if section.whole} >= {*printed()}
+    return made | ({FINDINGS: findings_table(findings(report))} if whole else {})
 
 
 def renewed(text: str, report: Report) -> str | None:

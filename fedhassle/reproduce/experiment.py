@@ -18,6 +18,8 @@ from fedhassle.requested import Changes, Requested, key_value, layer, read_toml,
 
 SHIPPED = "reproduce/experiments"
 SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn
+OVER_COLUMNS = ("bars", "lines")
+MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down")  # tables of a run's metrics
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,13 @@ def check(experiment: Experiment, where: str) -> None:
     require(bool(names) and len(set(names)) == len(names), f"{where} needs axes, each with a name of its own")
     for name in (*experiment.rows, *experiment.columns):
         require(name in names, f"{where}: {name!r} is no axis{nearest(str(name), names)}")
+    over = experiment.show not in OVER_COLUMNS or bool(experiment.columns)
+    require(over, f"{where}: show = {experiment.show!r} needs columns, over which it is drawn")
+    for metric in experiment.metrics:
+        known = isinstance(metric, str) and metric.partition(".")[0] in MEASURED and "." in metric
+        require(
+            known, f"{where}: {metric!r} is no metric: write one of {', '.join(MEASURED)}, a dot, its name"
+        )
     taken = [axis.name for axis in experiment.axes for choice in axis.choices if "seed" in choice.changes]
     require(
         not taken and "seed" not in experiment.settings, f"{where}: seeds = N in place of settings of seed"
@@ -264,6 +273,9 @@ def joined(ids: Sequence[str]) -> set[str]:
 
 def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list[Cell]]:
     """The wanted cells of experiments, by their names, all checked; a word that fits no cell is an error."""
+    names = [experiment.name for experiment in chosen]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"two experiments are called {twice!r}: give one of the files another name")
     whole = replace(narrowing, only=(), methods=())
     every = [cell for experiment in chosen for cell in cells(experiment, whole)]
     methods = dict.fromkeys(cell.method for cell in every)

@@ -57,7 +57,7 @@ def figures_of(
     """The figures of cells that differ in their seed alone, from the results that are there."""
     cell = seeds[0]
     paper = {} if known is None else known.of(cell.name)
-    metrics = metrics_of(experiment, found[0]) if found else list(paper) or [HEADLINE]
+    metrics = metrics_of(experiment, found[0]) if found else list(paper) or expected(experiment)
     return [
         Figure(
             cell.name,
@@ -75,6 +75,12 @@ def figures_of(
 def metrics_of(experiment: Experiment, summary: Metrics) -> list[str]:
     """The metrics of an experiment that a run has, else its headline."""
     return [name for name in experiment.metrics if has(summary["history"][-1], name)] or [HEADLINE]
+
+
+def expected(experiment: Experiment) -> list[str]:
+    """What a method will show of which nothing has run: which predictions it makes is not known."""
+    accuracies = not experiment.metrics or any(is_accuracy(name) for name in experiment.metrics)
+    return [HEADLINE] if accuracies else list(experiment.metrics)
 
 
 def has(line: Metrics, metric: str) -> bool:
