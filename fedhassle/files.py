@@ -46,6 +46,15 @@ def settle(temporary: Path, path: Path) -> None:
     temporary.replace(path)
 
 
+def try_out(folder: Path) -> None:
+    """Makes a folder, and a file in it that does not stay: permissions do not tell whether that works."""
+    if not folder.exists():  # of a file in its place the attempt below says more
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED) as file:
+        file.write(b"tried")
+        file.flush()
+
+
 def remove_unfinished(folder: Path) -> None:
     """Removes what writers left that were killed half-way."""
     for path in folder.glob(f"{UNFINISHED}*"):

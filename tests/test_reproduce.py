@@ -162,8 +162,9 @@ def test_a_finished_run_keeps_what_is_worth_keeping(made):
 
 def test_a_finished_cell_is_never_made_again(made, tiny, idle):
     folder, first = made
-    before = results(folder)
+    before, touched = results(folder), (folder / "results").stat().st_mtime_ns
     code, out = make(tiny, folder)
+    assert (folder / "results").stat().st_mtime_ns == touched  # nor is anything tried out there
     assert code == 0 and not told(out) and "to make" not in out
     assert out in first  # the same table
     assert results(folder) == before
@@ -379,6 +380,29 @@ def test_a_folder_that_holds_another_run_is_left_alone(tiny, tmp_path, made):
         assert code == 1 and f"{taken} holds another run than 0.5-fedavg-0: move it away" in out
         (taken / "summary.json").unlink(missing_ok=True)
     assert not results(tmp_path) and (taken / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("place", ["afile", "afile/results"])
+def test_a_ledger_that_cannot_be_written_is_noticed_before_any_training(place, tiny, tmp_path):
+    (tmp_path / "afile").touch()
+    results, runs = tmp_path / place, tmp_path / "runs"
+    code, out, err = call("reproduce", tiny, "--results", results, "--runs", runs)
+    assert (code, out) == (2, "") and not runs.exists()
+    assert err == (
+        f"fedhassle: no results can be kept in {results}: Not a directory: "
+        "name another folder with --results\n"
+    )
+
+
+def test_a_result_that_cannot_be_kept_is_told_of_with_the_cause(made, tiny, tmp_path):
+    """A file has the place of the folder for these images."""
+    (source,) = (made[0] / "results").iterdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / source.name).touch()
+    code, out = make(tiny, tmp_path, "--only", "0.5-fedavg-0")
+    assert code == 1 and not told(out)
+    cause = rf"{re.escape(str(tmp_path / 'results' / source.name))}/\S+ cannot be written: "
+    assert re.search(rf"^tiny 0.5-fedavg-0 has no result: {cause}", out, re.MULTILINE)
 
 
 def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):

@@ -125,6 +125,7 @@ def make(
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
     work = Work(*options) if ray is None else SpreadWork(ray, *options)
     if work.cells:
+        ledger.require_writable()
         follow_work(work, console)
     show_figures(chosen, cells, narrowing, ledger, console)
     left = len(work.left)
@@ -150,7 +151,8 @@ def follow_work(work: Work, console: Console) -> None:
             return f"{cell} failed: {event.error}"
         summary = work.ledger.summary(cell.identity)
         if summary is None:
-            return f"{cell} has no result"
+            causes = [str(error) for other, error in work.failed if other is cell]
+            return ": ".join([f"{cell} has no result", *causes[-1:]])
         score = 100 * summary["accuracy"][summary["headline"]]["mean_of_last"]
         return f"{count}  {cell}  {summary['headline']} {score:.2f} %  {summary['seconds']:.0f} s"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedhassle.errors import UserError, require
-from fedhassle.files import UNFINISHED, file_name, write_json
+from fedhassle.files import UNFINISHED, file_name, try_out, write_json
 from fedhassle.launch import Identity
 from fedhassle.provenance import machine
 from fedhassle.runs import Metrics, read_summary
@@ -71,6 +71,15 @@ class Ledger:
         """The numbers of rounds that runs of the same method and data have, the most first."""
         alike = (entry for entry in self._entries.values() if entry.kind == (run.method, run.data))
         return sorted({entry.rounds for entry in alike}, reverse=True)
+
+    def require_writable(self) -> None:
+        """Refuses a folder that takes no results, before anything is trained for it."""
+        try:
+            try_out(self.folder)
+        except OSError as error:
+            why = error.strerror or error
+            message = f"no results can be kept in {self.folder}: {why}: name another folder with --results"
+            raise UserError(message) from error
 
     def add(self, summary: Metrics, together: int = 1) -> Path:
         """Keeps the result of one of so many runs at once; what is there already is never written over."""
