@@ -405,6 +405,20 @@ def test_a_result_that_cannot_be_kept_is_told_of_with_the_cause(made, tiny, tmp_
     assert re.search(rf"^tiny 0.5-fedavg-0 has no result: {cause}", out, re.MULTILINE)
 
 
+def test_names_are_shown_as_they_are(made, tiny, tmp_path, idle):
+    """What rich would take for markup or an emoji, in all that an experiment names."""
+    shutil.copytree(made[0] / "results", tmp_path / "results")
+    text = tiny.read_text().replace('"FedAvg"', '"FedAvg [ours]"').replace('"HASSLE"', '"H :star: [/i]"')
+    text = text.replace('title = "Two methods', 'title = "Two [/b] :star: methods')
+    text = text.replace('"nowhere"', '"[nowhere]"')
+    text = text.replace('name = "alpha"', 'name = "alpha"\nlabel = "[a]"')
+    (tmp_path / "a [b].toml").write_text(text)
+    code, out = make(tmp_path / "a [b].toml", tmp_path)
+    assert code == 0
+    assert " ".join(out.split()).startswith("a [b]: Two [/b] :star: methods on few images ([nowhere]) [a] ")
+    assert "FedAvg [ours] " in out and "H :star: [/i] " in out
+
+
 def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):
     shutil.copytree(made[0] / "results", tmp_path / "results")
     (tmp_path / "results" / "notes.json").write_text('{"mine": 1}')

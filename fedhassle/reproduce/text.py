@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fedhassle.launch import Identity
 from fedhassle.report.groups import Spread
@@ -57,9 +58,10 @@ def figures_table(experiment: Experiment, shown: Sequence[Figure]) -> Table:
     about = f"{experiment.name}: {experiment.title}" + (
         f" ({experiment.source})" if experiment.source else ""
     )
-    table = Table(title=about, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    title = Text(about, style="table.title")  # names are texts throughout: in strings rich would find markup
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i in several:
-        table.add_column(experiment.axes[i].label)
+        table.add_column(Text(experiment.axes[i].label))
     table.add_column("figure", no_wrap=True)
     for column in ("seeds", "ours", "paper", "difference"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -70,7 +72,7 @@ def figures_table(experiment: Experiment, shown: Sequence[Figure]) -> Table:
         if figure.name == before:
             named, seeds = [""] * len(named), ""
         before = figure.name
-        table.add_row(*named, metric_label(figure.metric), seeds, *compared(figure))
+        table.add_row(*map(Text, named), Text(metric_label(figure.metric)), seeds, *compared(figure))
     return table
 
 
