@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedhassle
 from fedhassle.bench import Options, Size, run
-from fedhassle.bench.benchmark import CPU, GPU, chosen, overlapping, synthetic, warnings_to
+from fedhassle.bench.benchmark import CPU, GPU, chosen, overlapping, summed_up, synthetic, warnings_to
 from fedhassle.bench.counterparts import COUNTERPARTS, counterpart
 from fedhassle.bench.figures import Costs, Timed, method_figures, scaling_figures, spread, steady
 from fedhassle.bench.measure import (
@@ -532,6 +532,30 @@ def test_rounds_of_the_options_come_first_and_scaling_can_be_left_out():
 def test_what_cannot_be_measured_is_said(options, message):
     with pytest.raises(UserError, match=message):
         run(Options(**{"device": "cpu", "threads": 1, **options}), Console(file=io.StringIO()), TINY)
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    (tmp_path / "afile").touch()
+    console = Console(file=io.StringIO())
+    with pytest.raises(UserError, match=r"speed\.json cannot be written"):
+        run(Options(device="cpu", threads=1, json=tmp_path / "afile" / "speed.json"), console, TINY)
+    assert console.file.getvalue() == ""
+
+
+def test_a_wrong_name_costs_no_earlier_report(tmp_path):
+    path = tmp_path / "speed.json"
+    path.write_text("earlier")
+    for wrong in ({"methods": ("hasle",)}, {"net": "vgg"}):
+        with pytest.raises(UserError):
+            run(Options(device="cpu", threads=1, json=path, **wrong), Console(file=io.StringIO()), TINY)
+    assert path.read_text() == "earlier"
+
+
+def test_a_method_is_summed_up_by_how_fast_it_is():
+    plain = {"fp32": {"ratio": {"median": 12.25}}, "tf32": {"ratio": {"median": 9.5}}}
+    assert summed_up("hassle", {"seconds": {"median": 1.98}, "plain": plain}) == (
+        "hassle: 1.98 s a round, 12.25 times as fast as plain fp32, 9.50 times as fast as plain tf32"
+    )
 
 
 def test_methods_by_name():
