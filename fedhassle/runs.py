@@ -299,7 +299,7 @@ def read_summary(path: Path) -> Metrics:
     except FileNotFoundError as error:
         hint = f": finish the run with fedhassle resume {path}" if Folder(path).config.exists() else ""
         raise UserError(f"{file} does not exist{hint}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is no summary of a run: {type(error).__name__}: {error}") from error
     return summary
 

@@ -1,6 +1,7 @@
 """The ledger: finished runs as files, found by settings and seed, merged by copying."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def test_the_results_of_this_repository_are_a_ledger():
         summary(hardware=None),
         summary(rounds=0),
         summary(history=[]),
+        *(summary(**{key: math.nan}) for key in ("seed", "rounds", "seconds")),
+        pytest.param("[" * 100_000 + "]" * 100_000, id="deep"),
         {key: value for key, value in summary().items() if key != "settings_hash"},
         {key: value for key, value in summary().items() if key != "hardware"},
     ],

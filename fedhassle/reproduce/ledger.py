@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -120,7 +121,15 @@ def entry_of(path: Path, summary: Metrics) -> Entry:
             (summary["method"], summary["data"]),
             int(summary["rounds"]),
             machine(summary["hardware"]),
-            summary["seconds"] / summary["rounds"] / summary.get(TOGETHER, 1),
+            seconds_of_round(summary),
         )
-    except (KeyError, TypeError, ArithmeticError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # of NaN there is no whole number
         raise UserError(f"{path} is no summary of a run: {type(error).__name__}: {error}") from error
+
+
+def seconds_of_round(summary: Metrics) -> float:
+    """How long a round took, as a share of the device."""
+    seconds = float(summary["seconds"] / summary["rounds"] / summary.get(TOGETHER, 1))
+    if not math.isfinite(seconds):
+        raise ValueError(f"a round took {seconds} seconds")
+    return seconds
