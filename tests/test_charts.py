@@ -1,5 +1,6 @@
 """Charts as vector graphics: axes, places, and words for those who cannot see them."""
 
+import math
 import re
 from xml.etree import ElementTree
 
@@ -78,6 +79,17 @@ def test_what_has_not_run_leaves_an_empty_chart():
         for ticks in ((), ("a",)):
             found = svg(draw(chart(Series("s", ()), ticks=ticks)))
             assert "not run yet" in words(found) and "s: not run yet." in found.find("desc").text
+
+
+@pytest.mark.parametrize("draw", [draw_lines, draw_bars])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_points_that_are_no_numbers_are_left_out(draw, bad):
+    good = (Point(0, 10.0, 1.0), Point(2, 15.0))
+    broken = (good[0], Point(1, bad), Point(1, 12.0, bad), Point(bad, 12.0), good[1])
+    whole, left = (chart(Series("s", points), ticks=("a", "b", "c")) for points in (good, broken))
+    assert draw(left) == draw(whole) and caption(left) == caption(whole)
+    assert "not run yet" in words(svg(draw(chart(Series("s", (Point(0, bad, bad),)), ticks=("a",)))))
+    assert "deviation" not in caption(chart(Series("s", (Point(0, bad, bad),))))
 
 
 def test_many_points_are_a_line_with_a_band():

@@ -32,6 +32,7 @@ def test_a_spread_is_mean_and_sample_standard_deviation():
 def test_one_value_has_no_spread():
     assert spread([0.25]) == Spread(0.25, None) and str(spread([0.25])) == "25.00"
     assert str(spread([0.25, 0.25])) == "25.00 ± 0.00"
+    assert str(spread([0.25, math.nan])) == str(spread([math.inf, -math.inf])) == "nan"
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group():

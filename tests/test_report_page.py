@@ -1,5 +1,6 @@
 """The report as a page: what it shows is what the ledger has, and what it lacks is said to be lacking."""
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -272,6 +273,16 @@ def test_every_experiment_has_a_page_with_and_without_results(name, tmp_path):
         sizes.append((len(marks), len(section.findall(".//span[@class='none']"))))
     assert sizes[0][0] <= sizes[1][0] <= sizes[2][0] > sizes[0][0]  # the more is run, the more is drawn
     assert sizes[0][1] > 0 and sizes[2][1] == 0  # nothing is missing in the end
+
+
+def test_accuracies_that_are_no_numbers_are_no_error(tmp_path):
+    """Of one seed of two, and of the only one."""
+    table, gamma = by_key("table1"), next(iter(by_key("gamma").values()))
+    for cell, score in (("fedavg-0", 0.6), ("fedavg-1", math.nan), ("hassle-0", math.nan)):
+        ledgers.put(tmp_path, ledgers.summary(table[f"cifar10-10%-{cell}"], {"model": score}))
+    ledgers.put(tmp_path, ledgers.summary(gamma, {"model": math.nan}))
+    text = page(made(tmp_path, "table1", "gamma"))
+    assert not re.search(r'\b(d|points|c?[xy][12]?|height)="[^"]*nan', text)
 
 
 def test_an_empty_ledger_is_no_error(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fedhassle.report.markup import Markup, joined, number, tag
@@ -25,6 +25,11 @@ class Point(NamedTuple):
     x: float
     y: float
     std: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether it has a place: a result may hold NaN."""
+        return all(map(math.isfinite, (self.x, self.y, self.std or 0.0)))
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,17 @@ def colour(place: int) -> str:
     return f"c{place % COLOURS}"
 
 
+def drawable(chart: Chart) -> Chart:
+    """A chart without the points that have no place."""
+    series = [
+        replace(one, points=tuple(point for point in one.points if point.finite)) for one in chart.series
+    ]
+    return replace(chart, series=tuple(series))
+
+
 def caption(chart: Chart) -> str:
     """What a reader has to know of a chart."""
+    chart = drawable(chart)
     words = [chart.title if chart.title.endswith("?") else f"{chart.title}."]
     if any(point.std for series in chart.series for point in series.points):
         words.append("Bands and lines up and down are one standard deviation over seeds.")
@@ -91,6 +105,7 @@ def caption(chart: Chart) -> str:
 
 def draw_lines(chart: Chart) -> Markup:
     """A line for each series, named at its end; with few points also marks and the spread at each of them."""
+    chart = drawable(chart)
     labels = [series.label for series in chart.series if series.points or series.paper]
     right = WIDTH - 22 - BOLD * max(map(len, labels), default=0)
     frame = framed(chart, max(right, WIDTH / 2))
@@ -100,6 +115,7 @@ def draw_lines(chart: Chart) -> Markup:
 
 def draw_bars(chart: Chart) -> Markup:
     """Groups of bars side by side from zero, with the spread on top; named in a legend above them."""
+    chart = drawable(chart)
     frame = framed(chart, WIDTH - 8)
     slots = max(len(chart.series), 1)
     width = 0.8 / slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class Group:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
+    """Mean and sample standard deviation; NaN where one of the values is no number."""
+    if not all(map(math.isfinite, values)):
+        return Spread(math.nan, None)
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
