@@ -206,14 +206,14 @@ def final_table(summary: Metrics) -> Table:
     """The accuracies of a finished run."""
     rounds = counted(summary["rounds"], "round")
     title = f"{summary['method']} on {summary['data']}, {rounds}, seed {summary['seed']}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("prediction")
     for column in (f"last {counted(averaged(summary), 'evaluation')}", "last", "best"):
         table.add_column(column, justify="right")
     for name, score in summary["accuracy"].items():
         figures = [f"{100 * score[key]:.2f} %" for key in ("mean_of_last", "last", "best")]
         style = "bold" if name == summary["headline"] else None
-        table.add_row(LABELS.get(name, name), *figures, style=style)
+        table.add_row(escape(LABELS.get(name, name)), *figures, style=style)
     return table
 
 

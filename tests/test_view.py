@@ -56,3 +56,13 @@ def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
         "a  round 6/7  EM 50.0%  1 partial  50.0 s",
         "a has ended",
     ]
+
+
+@pytest.mark.parametrize("data", ["a [b].npz", "a [/b].npz"])
+def test_the_table_of_a_run_shows_any_name(data):
+    score = dict.fromkeys(("mean_of_last", "last", "best"), 0.5)
+    summary = {"method": "mine", "data": data, "rounds": 2, "seed": 0, "headline": "[x]", "history": [{}]}
+    console = Console(width=100, file=io.StringIO())
+    console.print(view.final_table(summary | {"accuracy": {"[x]": score}}))
+    shown = console.file.getvalue()
+    assert data in shown and "[x]" in shown

@@ -184,7 +184,7 @@ def show_scores(scores: Mapping[str, Scores], model: TrainedModel, title: str, c
 
 def class_table(scores: Scores, class_names: Sequence[str], mode: str) -> Table:
     """Recall and precision of each class."""
-    table = Table(title=f"by class, {mode}", title_justify="left")
+    table = Table(title=escape(f"by class, {mode}"), title_justify="left")
     table.add_column("class")
     for column in ("images", "recall %", "precision %"):
         table.add_column(column, justify="right")

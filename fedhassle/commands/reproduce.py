@@ -125,7 +125,6 @@ def make(
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
     work = Work(*options) if ray is None else SpreadWork(ray, *options)
     if work.cells:
-        ledger.require_writable()
         follow_work(work, console)
     show_figures(chosen, cells, narrowing, ledger, console)
     left = len(work.left)
@@ -159,6 +158,7 @@ def follow_work(work: Work, console: Console) -> None:
     number = "1 run" if len(work.cells) == 1 else f"{len(work.cells)} runs"
     try:
         with work.opened():
+            work.ledger.require_writable()
             left = time_left(work.cells, work.seconds)
             say(console, f"{number} to make {work.about}; time left: {left}")
             with closing(work.carry_out()) as events:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedhassle.commands.options import DataDir, Words, asked
@@ -83,7 +84,7 @@ def split_table(rows: Sequence[Any], digest: str) -> Table:
     for row in rows:
         classes = (row.effective, row.effective_labelled, row.effective_unlabelled)
         figures = [f"{value:.1f}" if value else "–" for value in classes]
-        shown.add_row(row.name, row.kind, f"{row.labelled:,}", f"{row.unlabelled:,}", *figures)
+        shown.add_row(escape(row.name), row.kind, f"{row.labelled:,}", f"{row.unlabelled:,}", *figures)
     total = [sum(row.labelled for row in rows), sum(row.unlabelled for row in rows)]
     shown.add_row("all", "", *(f"{n:,}" for n in total), "", "", "", style="bold")
     return shown

@@ -40,7 +40,8 @@ class Pair(NamedTuple):
         """By how much the first is above the second, in points; None where one of them is not known."""
         if self.high.value is None or self.low.value is None:
             return None
-        return 100 * (self.high.value.mean - self.low.value.mean)
+        gap = 100 * (self.high.value.mean - self.low.value.mean)
+        return gap if math.isfinite(gap) else None
 
     @property
     def holds(self) -> bool | None:
