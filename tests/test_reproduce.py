@@ -454,7 +454,8 @@ def test_the_list_has_every_experiment_with_its_size_and_what_is_done():
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert set(experiments()) <= set(rows)
     for name in ("table1", "ablation"):
-        counts = [int(number) for number in re.findall(r" (\d+)(?= )", rows[name])[-2:]]
+        found = re.match(rf"{name} +Table \d +(\d+) +(\d+) ", rows[name])
+        counts = [int(number) for number in found.groups()]
         assert counts[0] == len(cells(read_experiment(name)))
         ledger = Ledger(RESULTS)
         assert counts[1] == sum(cell.identity in ledger for cell in cells(read_experiment(name)))
