@@ -377,7 +377,7 @@ def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
     assert [figure.metric for figure in losses.results[0].figures] == ["loss.w_S", "loss.w_U"]
 
 
-def test_a_chart_of_losses_has_no_accuracies_in_it(tmp_path):
+def test_a_chart_of_losses_has_no_accuracies_in_it():
     (section,) = made(RESULTS, "training-loss").sections
     charted = replace(section.experiment, metrics=("loss.w_S",), show="curves")
     (one,) = section.results

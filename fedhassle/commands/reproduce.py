@@ -25,6 +25,7 @@ from fedhassle.commands.options import (
     split,
 )
 from fedhassle.errors import UserError
+from fedhassle.names import counted
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
@@ -155,12 +156,11 @@ def follow_work(work: Work, console: Console) -> None:
         score = 100 * summary["accuracy"][summary["headline"]]["mean_of_last"]
         return f"{count}  {cell}  {summary['headline']} {score:.2f} %  {summary['seconds']:.0f} s"
 
-    number = "1 run" if len(work.cells) == 1 else f"{len(work.cells)} runs"
     try:
         with work.opened():
             work.ledger.require_writable()
             left = time_left(work.cells, work.seconds)
-            say(console, f"{number} to make {work.about}; time left: {left}")
+            say(console, f"{counted(len(work.cells), 'run')} to make {work.about}; time left: {left}")
             with closing(work.carry_out()) as events:
                 follow_together(events, console, lambda event: str(work.cell(event)), ended)
     except KeyboardInterrupt:
