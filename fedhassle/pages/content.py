@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fedhassle.provenance import machine
 from fedhassle.report.groups import Curve, curve_of
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Narrowing, fitting
-from fedhassle.reproduce.figures import Figure, by_name, curve, figures_of, over_seeds, paper_of, summaries
+from fedhassle.reproduce.figures import Figure, by_name, by_seed, curve, figures_of, paper_of, summaries
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, Printed, printed
 from fedhassle.requested import Requested
@@ -143,7 +143,7 @@ def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known:
     paper = {figure.metric: figure.paper for figure in figures}
     leading = f"accuracy.{found[0]['headline']}" if found else HEADLINE
     headline = first._replace(
-        metric=HEADLINE, ours=over_seeds(found, HEADLINE), paper=paper.get(leading, paper.get(HEADLINE))
+        metric=HEADLINE, values=by_seed(found, HEADLINE), paper=paper.get(leading, paper.get(HEADLINE))
     )
     metrics = dict.fromkeys([HEADLINE, *(figure.metric for figure in figures)])
     runs = tuple(made(cell, ledger, summary) for cell, summary in with_runs(shown, found))
@@ -162,8 +162,8 @@ def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known:
 
 def with_runs(cells: Sequence[Cell], found: Sequence[Metrics]) -> list[tuple[Cell, Metrics]]:
     """Those cells that have a run, with it."""
-    by_seed = {summary["seed"]: summary for summary in found}
-    return [(cell, by_seed[cell.seed]) for cell in cells if cell.seed in by_seed]
+    runs = {summary["seed"]: summary for summary in found}
+    return [(cell, runs[cell.seed]) for cell in cells if cell.seed in runs]
 
 
 def with_other_rounds(seeds: Sequence[Cell], ledger: Ledger) -> list[Cell] | None:

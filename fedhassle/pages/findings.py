@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedhassle.names import counted
 from fedhassle.pages.content import Report, Result, Section
-from fedhassle.report.groups import Spread
+from fedhassle.report.groups import Spread, spread
 from fedhassle.reproduce.experiment import Choice, Experiment
+from fedhassle.reproduce.figures import in_common
 from fedhassle.reproduce.paper import HEADLINE, Claim
 from fedhassle.reproduce.text import metric_label
 
@@ -25,7 +26,7 @@ class Side(NamedTuple):
     """One of two figures that are compared."""
 
     label: str
-    value: Spread | None  # None where nothing has run
+    values: Mapping[int, float]  # by seed; none where nothing has run
 
 
 class Pair(NamedTuple):
@@ -36,12 +37,20 @@ class Pair(NamedTuple):
     low: Side
 
     @property
+    def seeds(self) -> list[int]:
+        """Those on which they are compared."""
+        return in_common([self.high.values, self.low.values])
+
+    @property
+    def difference(self) -> Spread | None:
+        """The first less the second, seed by seed, in points; None where that is not known."""
+        gaps = [100 * (self.high.values[seed] - self.low.values[seed]) for seed in self.seeds]
+        return spread(gaps) if gaps and all(map(math.isfinite, gaps)) else None
+
+    @property
     def gap(self) -> float | None:
-        """By how much the first is above the second, in points; None where one of them is not known."""
-        if self.high.value is None or self.low.value is None:
-            return None
-        gap = 100 * (self.high.value.mean - self.low.value.mean)
-        return gap if math.isfinite(gap) else None
+        """By how much the first is above the second, in points; None where that is not known."""
+        return None if self.difference is None else self.difference.mean
 
     @property
     def holds(self) -> bool | None:
@@ -50,12 +59,9 @@ class Pair(NamedTuple):
 
     @property
     def clear(self) -> bool | None:
-        """Whether the gap is larger than the seeds' spread; None where that is not known."""
-        if self.gap is None or self.high.value is None or self.low.value is None:
-            return None
-        if self.high.value.std is None or self.low.value.std is None:
-            return None
-        return abs(self.gap) > 100 * math.hypot(self.high.value.std, self.low.value.std)
+        """Whether the gap is larger than its spread over seeds; None where that is not known."""
+        found = self.difference
+        return None if found is None or found.std is None else abs(found.mean) > found.std
 
 
 @dataclass(frozen=True)
@@ -95,16 +101,16 @@ class Finding:
 
     @property
     def spread(self) -> str:
-        """How the gaps compare with what differs from seed to seed."""
+        """How the gaps compare with how they differ from seed to seed."""
         judged = [pair.clear for pair in self.known if pair.clear is not None]
         if not judged:
-            return "single seeds, so that the spread over seeds is not known"
+            return "on one seed each, so that the spread over seeds is not known"
         gaps = (
-            "the gap exceeds"
+            "the gap exceeds its"
             if len(judged) == sum(judged) == 1
-            else f"{sum(judged)} of {len(judged)} gaps exceed"
+            else f"{sum(judged)} of {len(judged)} gaps exceed their"
         )
-        return f"{gaps} the spread over seeds"
+        return f"{gaps} spread over seeds"
 
 
 def findings(report: Report) -> list[Finding]:
@@ -181,14 +187,13 @@ def called(choices: Sequence[Choice]) -> str:
     return ", ".join(choice.label for choice in choices)
 
 
-def value(result: Result, metric: str = HEADLINE) -> Spread | None:
+def value(result: Result, metric: str = HEADLINE) -> Mapping[int, float]:
     """A figure of a result, else its headline; nothing where it was not made as the experiment asks for."""
-    found = exact(result, metric)
-    return found if found is not None or not result.comparable else result.headline.ours
+    return exact(result, metric) or (result.headline.values if result.comparable else {})
 
 
-def exact(result: Result, metric: str) -> Spread | None:
+def exact(result: Result, metric: str) -> Mapping[int, float]:
     """A figure of a result."""
     if not result.comparable:
-        return None
-    return next((figure.ours for figure in result.figures if figure.metric == metric), None)
+        return {}
+    return next((figure.values for figure in result.figures if figure.metric == metric), {})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from fedhassle.pages.content import Result, Section
 from fedhassle.reproduce.experiment import Choice
-from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.figures import Figure, in_common, is_accuracy
 from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.text import metric_label
 
@@ -152,14 +153,17 @@ def marked(lines: Sequence[Line], by_row: bool) -> tuple[Line, ...]:
 
 
 def best_of(lines: Sequence[Line], group: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places of the highest accuracy among rivals that ran as the experiment asks for."""
-    values, rivals = dict[tuple[int, int], float](), set[str]()
+    """The places of the highest accuracy, over the seeds that all rivals have which ran as they should."""
+    known, rivals = dict[tuple[int, int], Mapping[int, float]](), set[str]()
     for i, j in group:
         found = lines[i].entries[j]
         if found is None or lines[i].reference or not found.result.comparable:
             continue
-        if found.figure.ours is not None and is_accuracy(found.figure.metric):
-            values[i, j] = round(found.figure.ours.mean, 4)  # as it is shown
+        if found.figure.values and is_accuracy(found.figure.metric):
+            known[i, j] = found.figure.values
             rivals.add(found.result.name)
-    highest = max(values.values(), default=None)
-    return [place for place, value in values.items() if value == highest] if len(rivals) > 1 else []
+    seeds = in_common(known.values()) if len(rivals) > 1 else []
+    means = {
+        place: round(fmean(values[seed] for seed in seeds), 4) for place, values in known.items() if seeds
+    }
+    return [place for place, value in means.items() if value == max(means.values())]

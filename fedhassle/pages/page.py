@@ -22,6 +22,7 @@ from fedhassle.pages.wording import (
     signed,
     source,
 )
+from fedhassle.report.groups import spread
 from fedhassle.report.markup import Markup, joined, tag
 from fedhassle.reproduce.text import changed_settings
 from fedhassle.version import package_version
@@ -153,20 +154,22 @@ def pairs_table(pairs: Sequence[Pair]) -> Markup:
         tag(
             "tr",
             tag("th", pair.where or MISSING_MARK, scope="row"),
-            tag("td", side(pair.high)),
-            tag("td", side(pair.low)),
+            tag("td", side(pair.high, pair.seeds)),
+            tag("td", side(pair.low, pair.seeds)),
             tag("td", difference(pair.gap)),
+            tag("td", seeds_of(pair.seeds)),
         )
         for pair in pairs
     ]
-    titles = ("where", "higher, it says", "lower, it says", "difference")
+    titles = ("where", "higher, it says", "lower, it says", "difference", "seeds")
     head = tag("tr", *(tag("th", word, scope="col") for word in titles))
     return scrolled(tag("table", tag("thead", head), tag("tbody", *rows)), "comparisons")
 
 
-def side(one: Side) -> Markup:
-    """One of two figures that are compared."""
-    return joined(one.label, " ", tag("span", str(one.value), class_="ours"))
+def side(one: Side, seeds: Sequence[int]) -> Markup:
+    """One of two figures that are compared, over some seeds."""
+    value = spread([one.values[seed] for seed in seeds])
+    return joined(one.label, " ", tag("span", str(value), class_="ours"))
 
 
 def difference(points: float | None) -> Markup:
@@ -214,7 +217,7 @@ def contents(report: Report) -> Markup:
 def how_to_read() -> Markup:
     """What the marks mean."""
     marks = [
-        (tag("b", "73.57"), "the best of ours among rivals"),
+        (tag("b", "73.57"), "the best of ours among rivals, over the seeds that all of them have"),
         (difference(1.23), "ours is above the paper's, in points"),
         (difference(-1.23), "ours is below it"),
         (tag("span", "1 of 3 seeds", class_="note"), "fewer seeds than asked for, or other rounds"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedhassle.report.groups import Spread, spread
@@ -19,10 +19,15 @@ class Figure(NamedTuple):
     name: str  # of its cells, without the seed
     choices: tuple[Choice, ...]
     metric: str  # dotted, as in a run's metrics; `HEADLINE`: the accuracy that stands for the method
-    ours: Spread | None  # over the seeds that are done
+    values: Mapping[int, float]  # by seed, of those that are done
     done: int
     seeds: int  # that are wanted
     paper: float | None
+
+    @property
+    def ours(self) -> Spread | None:
+        """Ours over the seeds; None where there is none."""
+        return spread(list(self.values.values())) if self.values else None
 
 
 def figures(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Figure]:
@@ -63,7 +68,7 @@ def figures_of(
             cell.name,
             cell.choices,
             metric,
-            over_seeds(found, metric),
+            by_seed(found, metric),
             len(found),
             len(seeds),
             paper.get(metric),
@@ -89,10 +94,15 @@ def has(line: Metrics, metric: str) -> bool:
     return isinstance(line.get(table), dict) and name in line[table]
 
 
-def over_seeds(summaries: Sequence[Metrics], metric: str) -> Spread | None:
-    """A figure over seeds."""
-    values = [value for summary in summaries if (value := final(summary, metric)) is not None]
-    return spread(values) if values else None
+def by_seed(summaries: Sequence[Metrics], metric: str) -> dict[int, float]:
+    """A figure of each seed that has it."""
+    known = {summary["seed"]: final(summary, metric) for summary in summaries}
+    return {seed: value for seed, value in known.items() if value is not None}
+
+
+def in_common(figures: Iterable[Mapping[int, float]]) -> list[int]:
+    """The seeds that all of some figures have. Each is a split: over others, splits would be compared."""
+    return sorted(set.intersection(*map(set, figures)))
 
 
 def final(summary: Metrics, metric: str) -> float | None:
