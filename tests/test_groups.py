@@ -73,6 +73,20 @@ def test_a_group_is_labelled_by_what_sets_it_apart():
     assert grouped(runs[:1])[0].label == "hassle"  # alone, it differs from nothing
 
 
+def test_other_methods_have_other_defaults():
+    """FedMatch's rate of 0.05 is its own and tells nothing; 0.2 does, and so does what one method varies."""
+    hassle, fedmatch = (
+        {"method.name": name, "method.lr": lr} for name, lr in (("hassle", 0.1), ("fedmatch", 0.05))
+    )
+    assert differences(hassle, [hassle, fedmatch]) == differences(fedmatch, [hassle, fedmatch]) == []
+    fast = fedmatch | {"method.lr": 0.2}
+    assert differences(fast, [hassle, fast]) == ["lr=0.2"] and differences(hassle, [hassle, fast]) == []
+    every = [hassle, fedmatch, fast]
+    assert [differences(one, every) for one in every] == [[], ["lr=0.05"], ["lr=0.2"]]
+    unknown = fedmatch | {"method.name": "mine:Method"}
+    assert differences(unknown, [hassle, unknown]) == ["lr=0.05"]
+
+
 def test_differences_leave_out_the_machine_and_what_others_do_not_have():
     mine = {
         "seed": 1,
@@ -80,7 +94,7 @@ def test_differences_leave_out_the_machine_and_what_others_do_not_have():
         "threads": 4,
         "data.folder": "here",
         "method.name": "hassle",
-        "method.lr": 0.1,
+        "method.lr": 0.3,
         "method.tau": 2.0,
         "data.name": "fmnist",
         "rounds": 7,
@@ -95,7 +109,7 @@ def test_differences_leave_out_the_machine_and_what_others_do_not_have():
         "data.name": "cifar10",
         "rounds": 7,
     }
-    assert differences(mine, [mine, other]) == ["lr=0.1", "data=fmnist"]
+    assert differences(mine, [mine, other]) == ["lr=0.3", "data=fmnist"]
     assert differences(other, [mine, other]) == ["lr=0.2", "data=cifar10"]
     assert differences(mine, [mine]) == []
 

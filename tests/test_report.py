@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 from small import PNG, call, summary_of
@@ -73,6 +74,10 @@ def test_seeds_of_one_setting_become_mean_and_standard_deviation(runs, wide, tmp
     for prediction in ("SM", "UM", "EM", "w_S", "w_U"):
         expected = percent([score[prediction]["mean_of_last"] for score in scores])
         assert figures_of(out, prediction)[0] == expected and " ± " in expected
+    assert "not all have the same seeds" in out  # of FedAvg there is one
+    assert (
+        "same seeds" not in call("compare", folders[0], runs / "fedavg", "--picture", tmp_path / "x.png")[1]
+    )
 
 
 def test_two_settings_of_one_method_are_told_apart_by_what_differs(runs, wide, tmp_path):
@@ -133,6 +138,25 @@ def test_a_run_given_twice_is_one_seed(runs, wide, tmp_path):
 )
 def test_the_picture_says_how_many_seeds_there_are(seeds, said):
     assert curves.seeds([Group("x", ({},) * n) for n in seeds]) == said
+
+
+@pytest.mark.filterwarnings("error")  # matplotlib warns where labels leave the curves no room
+def test_many_long_names_are_told_apart_and_leave_room_for_the_curves(runs, tmp_path, monkeypatch):
+    """Twelve groups, more than there are colours."""
+    run = summary_of(runs / "fedavg")
+    groups = [
+        Group(f"fixmatch-global lr=0.{n} momentum=0.9 split.alpha=0.1 epochs=10", (run,)) for n in range(12)
+    ]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure) or path.touch())
+    curves.draw_curves(groups, tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 12
+    assert axes.get_position().width > 0.5
+    assert all(
+        len(line) <= curves.LABEL for text in axes.get_legend().texts for line in text.get_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -135,6 +135,8 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
     double = len(paths) - sum(len(group.runs) for group in groups)
     if double:
         say(console, f"left out, of the same settings and seed as another: {counted(double, 'run')}")
+    if len({group.seeds for group in groups}) > 1:
+        say(console, "not all have the same seeds; a seed is also a split, so compare on those that all have")
 
 
 def show_result(path: Path) -> None:

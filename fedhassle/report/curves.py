@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,6 +16,8 @@ from fedhassle.report.groups import Group
 
 # Colour-blind safe (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", "-.")  # once all colours are taken
+LABEL = 28  # characters in a line of a label
 
 
 def draw_curves(groups: Sequence[Group], path: Path) -> None:
@@ -32,9 +35,9 @@ def draw_curves(groups: Sequence[Group], path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(
-        frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
-    )  # beside the curves, never on them
+    legend = axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
+    lines = [len(text.get_text().splitlines()) for text in legend.get_texts()]
+    figure.set_figheight(max(4.2, 0.6 + 0.17 * sum(lines) + 0.07 * len(lines)))
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
@@ -53,14 +56,15 @@ def draw_curve(axes: Axes, group: Group, prediction: str, alone: bool) -> None:
     means = [100 * spread.mean for spread in curve.spreads]
     named = [] if prediction == "model" and not alone else [prediction]
     aside = alone and prediction not in ("model", "SM", "UM", "EM")  # models without their residuals
-    colour = COLOURS[len(axes.lines) % len(COLOURS)]
+    turn, place = divmod(len(axes.lines), len(COLOURS))
+    colour = COLOURS[place]
     axes.plot(
         curve.rounds,
         means,
         color=colour,
-        label=" ".join(([] if alone else [group.label]) + named),
+        label=fill(" ".join(([] if alone else [group.label]) + named), LABEL, break_long_words=False),
         linewidth=1 if aside else 1.8,
-        linestyle=":" if aside else "-",
+        linestyle=":" if aside else STYLES[turn % len(STYLES)],
         marker="." if len(means) < 3 else "",
     )
     if len(group.runs) > 1 and not aside:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from fedhassle.methods import METHODS
 from fedhassle.runs import Metrics
 
 PATHS = ("data.name", "split.file")
@@ -38,6 +39,11 @@ class Group:
 
     label: str
     runs: tuple[Metrics, ...]
+
+    @property
+    def seeds(self) -> frozenset[int]:
+        """Those of its runs."""
+        return frozenset(run["seed"] for run in self.runs)
 
     @property
     def headline(self) -> str:
@@ -88,12 +94,30 @@ def grouped(summaries: Sequence[Metrics]) -> list[Group]:
 
 
 def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings in which a group differs from others that have them too, as KEY=VALUE."""
+    """The settings that set a group apart from others that have them too, as KEY=VALUE.
+
+    Another method has other defaults: against it, only what differs from the method's own is told.
+    """
+    name = mine.get("method.name")
+    own = [other for other in all_settings if other.get("method.name") == name]
+    usual = defaults(name)
     return [
         f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
         for key, value in mine.items()
-        if key not in MACHINE and any(key in other and other[key] != value for other in all_settings)
+        if key not in MACHINE
+        and differs(key, value, own if key in usual and usual[key] == value else all_settings)
     ]
+
+
+def defaults(method: str | None) -> dict[str, Any]:
+    """The settings of a method of ours where none are given."""
+    known = METHODS.get(method or "")
+    return {} if known is None else {f"method.{field.name}": field.default for field in fields(known)}
+
+
+def differs(key: str, value: Any, others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some of the others have another value."""
+    return any(key in other and other[key] != value for other in others)
 
 
 def shown(key: str, value: Any) -> Any:
