@@ -122,10 +122,25 @@ def variations(vary: Sequence[str]) -> list[list[str]]:
     choices = []
     for words in vary:
         key, equals, values = words.partition("=")
-        if not equals or not key or not all(value.strip() for value in values.split(",")):
+        if not equals or not key or not all(value.strip() for value in listed(values)):
             raise UserError(f"{words!r} is no choice: write KEY=V1,V2, such as seed=0,1,2")
-        choices.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
+        choices.append([f"{key.strip()}={value.strip()}" for value in listed(values)])
     return [list(chosen) for chosen in itertools.product(*choices)]
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas, but for those in brackets or quotes: tables and lists stay whole."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote or character in "\"'":
+            quote = "" if character == quote else quote or character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def nested(key: str, value: Any) -> Settings:

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from fedhassle import config
+from fedhassle.report import groups
 from fedhassle.report.groups import Spread, differences, flat, grouped, spread
 
 
@@ -112,6 +114,22 @@ def test_differences_leave_out_the_machine_and_what_others_do_not_have():
     assert differences(mine, [mine, other]) == ["lr=0.3", "data=fmnist"]
     assert differences(other, [mine, other]) == ["lr=0.2", "data=cifar10"]
     assert differences(mine, [mine]) == []
+
+
+def test_how_a_machine_computes_sets_no_runs_apart():
+    assert groups.MACHINE == config.MACHINE
+    runs = [summary(digest="a", precision="bf16", rounds=5), summary(digest="b", precision="fp32", rounds=6)]
+    assert [group.label for group in grouped(runs)] == ["hassle rounds=5", "hassle rounds=6"]
+
+
+def test_no_two_groups_have_one_name():
+    """Runs whose settings look alike, but were not when they were made: a default has changed."""
+    runs = [
+        summary(digest="0123456789abcdef"),
+        summary(digest="fedcba9876543210"),
+        summary("fedavg", digest="b"),
+    ]
+    assert [group.label for group in grouped(runs)] == ["hassle 01234567", "hassle fedcba98", "fedavg"]
 
 
 def test_a_label_has_the_end_of_a_path():

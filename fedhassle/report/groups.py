@@ -13,7 +13,8 @@ from fedhassle.methods import METHODS
 from fedhassle.runs import Metrics
 
 PATHS = ("data.name", "split.file")
-MACHINE = ("seed", "device", "threads", "data.folder", "method.name")  # settings that name no experiment
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
+UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # a label has it anyway, or it tells nothing
 
 
 class Spread(NamedTuple):
@@ -90,7 +91,10 @@ def grouped(summaries: Sequence[Metrics]) -> list[Group]:
         " ".join([method, *differences(mine, settings)])
         for (method, _, _), mine in zip(together, settings, strict=True)
     ]
-    return [Group(label, tuple(runs.values())) for label, runs in zip(labels, together.values(), strict=True)]
+    return [
+        Group(label if labels.count(label) == 1 else f"{label} {digest[:8]}", tuple(runs.values()))
+        for label, ((_, _, digest), runs) in zip(labels, together.items(), strict=True)
+    ]
 
 
 def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -104,7 +108,7 @@ def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any
     return [
         f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
         for key, value in mine.items()
-        if key not in MACHINE
+        if key not in UNNAMED
         and differs(key, value, own if key in usual and usual[key] == value else all_settings)
     ]
 
