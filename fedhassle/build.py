@@ -123,12 +123,15 @@ def build_net(settings: Settings, dataset: Dataset) -> Net:
     return net
 
 
-def build_method(
-    name: str, values: Mapping[str, Any], net: Net, of_run: Mapping[str, Any] | None = None
-) -> Method:
-    """A method with its settings; those that are left open (None) as the run has them, if it does."""
-    left = {key: value for key, value in (of_run or {}).items() if key in values and values[key] is None}
+def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
+    """A method with its settings."""
     try:
-        return method_class(name)(net=net, **{**values, **left})
+        return method_class(name)(net=net, **values)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error
+
+
+def completed(method: Method, **of_run: Any) -> Method:
+    """A method whose settings that are left open (None) are as its run has them."""
+    left = {key: value for key, value in of_run.items() if getattr(method, key, value) is None}
+    return dataclasses.replace(method, **left)

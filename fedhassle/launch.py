@@ -22,6 +22,7 @@ from fedhassle.build import (
     build_method,
     build_net,
     build_split,
+    completed,
     hash_before,
     settings_hash,
 )
@@ -166,8 +167,8 @@ def default_folder(requested: Requested) -> Path:
 def release(folder: Folder) -> None:
     """Gives back a folder whose request turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
-    for path in (folder.path, Path("runs")):
-        if path.is_dir() and not any(path.iterdir()):
+    for path in (folder.path, folder.path.parent):
+        if path in (folder.path, Path("runs")) and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
 
 
@@ -176,7 +177,7 @@ def start(requested: Requested, out: Path | None = None, load: Load = build_data
     folder = claim(requested, out)
     try:
         return prepare(folder, load=load)
-    except UserError:
+    except Exception:
         release(folder)
         raise
 
@@ -192,7 +193,7 @@ def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = 
     try:
         for name, (_, requested) in zip(folder_names([n for n, _ in requests]), requests, strict=True):
             started.append(start(requested, home / name, load))
-    except UserError:
+    except Exception:
         for run in started:
             release(run.folder)
         if not there and home.is_dir() and not any(home.iterdir()):
@@ -255,15 +256,19 @@ def prepare(folder: Folder, device: str | None = None, load: Load = build_datase
     settings = checked(requested)
     dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
+    return Run(folder, settings, dataset, split, method_of(settings, dataset, split))
+
+
+def method_of(settings: Settings, dataset: Dataset, split: Split) -> Method:
+    """The method of a run, whose clients there are."""
     split.check(len(dataset.y_train))
     drawn, there = settings.clients_per_round, len(split.names)
     if drawn > there:
         raise UserError(f"clients_per_round={drawn} is more than the {there} clients that there are")
     name, values = settings.method.name, settings.method.settings
-    steps = steps_on_labels(split, drawn, values["epochs"], values["batch"])
-    of_run = {"rounds": settings.rounds, "steps": steps}
-    method = build_method(name, values, build_net(settings, dataset), of_run)
-    return Run(folder, settings, dataset, split, method)
+    method = build_method(name, values, build_net(settings, dataset))
+    steps = steps_on_labels(split, drawn, method.epochs, method.batch)
+    return completed(method, rounds=settings.rounds, steps=steps)
 
 
 def recorded_device(requested: Requested) -> str:

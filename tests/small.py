@@ -18,13 +18,13 @@ from torch import nn
 
 import fedhassle
 from fedhassle.arrays import read_arrays
-from fedhassle.build import build_dataset, build_method, build_net, build_split
+from fedhassle.build import build_dataset, build_split
 from fedhassle.cli import app, guarded
 from fedhassle.config import resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.engine import Engine
-from fedhassle.launch import carry_out, claim, reopen
+from fedhassle.launch import carry_out, claim, method_of, reopen
 from fedhassle.local import Samples, Site, train
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Client, Descent, Method, Phase, Stream
@@ -244,9 +244,7 @@ def built(settings):
     """All that a run builds before it trains."""
     made = build_dataset(settings, progress=False)
     split = build_split(settings, made)
-    split.check(len(made.y_train))
-    method = build_method(settings.method.name, settings.method.settings, build_net(settings, made))
-    return made, split, method
+    return made, split, method_of(settings, made, split)
 
 
 # The command line

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from small import call, process
 
+from fedhassle import launch
 from fedhassle.commands.options import asked
+from fedhassle.requested import request
 
 
 @pytest.mark.parametrize(
@@ -161,3 +163,27 @@ def test_a_process_prints_no_traceback_and_ends_with_code_2(tmp_path):
     assert done.returncode == 2 and done.stdout == b""
     assert done.stderr.startswith(b"fedhassle: ") and b"Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_cannot_be_built_leaves_nothing(images, tmp_path, monkeypatch):
+    """Whatever the error; an empty folder called runs that is not its own stays."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    words = [
+        f"data={images}",
+        "method.batch=0",
+        "split.clients=6",
+        "split.labels={partial=3, unlabelled=3, share=0.3}",
+        "clients_per_round=4",
+    ]
+    code, _, err = call("run", "paper", *words, "--out", "mine")
+    assert code == 2 and "batch must be from 1" in err and "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["runs"]
+
+    def broken(*_):
+        raise RuntimeError("not the user's fault")
+
+    monkeypatch.setattr(launch, "method_of", broken)
+    with pytest.raises(RuntimeError):
+        launch.start(request("paper", words[:1]), Path("mine"))
+    assert not Path("mine").exists() and Path("runs").exists()

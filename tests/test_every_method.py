@@ -12,7 +12,7 @@ from small import call, metrics_of, resolved, tensors_of
 from test_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
-from fedhassle.build import build_method
+from fedhassle.build import build_method, completed
 from fedhassle.data.layout import PAPER
 from fedhassle.data.partition import pooled, split
 from fedhassle.errors import UserError
@@ -181,12 +181,12 @@ def test_what_a_method_leaves_open_is_the_runs():
     of_run = {"rounds": 30, "steps": 5}
     for name in METHODS:
         values = resolved(f"method={name}").method.settings
-        method = build_method(name, values, small.net(), of_run)
+        method = completed(build_method(name, values, small.net()), **of_run)
         assert getattr(method, "rounds", 30) == 30 and getattr(method, "steps", 5) == 5
         assert hasattr(method, "rounds") == (name == "mixmatch")
         assert hasattr(method, "steps") == (name == "central")
     given = resolved("method=mixmatch", "method.rounds=7").method.settings
-    assert build_method("mixmatch", given, small.net(), of_run).rounds == 7
+    assert completed(build_method("mixmatch", given, small.net()), **of_run).rounds == 7
     assert build_method("mixmatch", resolved("method=mixmatch").method.settings, small.net()).rounds is None
 
 

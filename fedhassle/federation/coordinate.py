@@ -14,7 +14,7 @@ import tomli_w
 import torch
 
 from fedhassle.arrays import read_arrays, write_arrays
-from fedhassle.build import build_method, build_net
+from fedhassle.build import build_method, build_net, completed
 from fedhassle.data.partition import Split
 from fedhassle.data.views import make_views
 from fedhassle.errors import UserError, require
@@ -90,9 +90,8 @@ def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction
     """The run that is agreed on, or the one that the folder holds; its settings are written down."""
     settings, dataset = settings_in(folder, agreement), described(agreement)
     require_installed(settings.track or ())
-    of_run = {"rounds": settings.rounds, "share": min(1.0, settings.clients_per_round / len(there))}
     name, values = settings.method.name, settings.method.settings
-    method = build_method(name, values, build_net(settings, dataset), of_run)
+    method = completed(build_method(name, values, build_net(settings, dataset)), rounds=settings.rounds)
     settings = settled(settings, method)
     tables = settings.as_toml()
     tables.pop("split")  # who holds what is not the server's to say
