@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.data.views import Views
+from fedhassle.data.views import UNIFORMS, Views
 from fedhassle.errors import require
 from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
 from fedhassle.nets import Net, drawing, images_a_pass
@@ -157,7 +157,7 @@ def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
     return Visit(tuple(jobs), kept, Update(client, {}, samples_by_name(phases, client), {}, counted))
 
 
-def check_phase(phase: Phase, client: Client, there: set[str]) -> None:
+def check_phase(phase: Phase, client: Client, sent: set[str]) -> None:
     """Says what is wrong with a phase of a method of one's own, where it would fail with less to go by."""
     for stream in phase.streams:
         require(
@@ -167,16 +167,16 @@ def check_phase(phase: Phase, client: Client, there: set[str]) -> None:
         )
     for name in phase.trained:
         require(
-            name in there,
-            f"phase {phase.name!r} trains {name!r}, but {client.name} was sent {', '.join(sorted(there))}",
+            name in sent,
+            f"phase {phase.name!r} trains {name!r}, but {client.name} was sent {', '.join(sorted(sent))}",
         )
 
 
-def follow(visit: Visit, perform: Perform) -> Generator[None, None, Trained]:
+def follow(planned: Visit, way: Perform) -> Generator[None, None, Trained]:
     """A visit's jobs one after another, each on what the one before it left."""
-    update, kept = visit.update, visit.kept
-    for job in visit.jobs:
-        buffers = yield from perform(job, job.message | update.arrays | kept, kept)
+    update, kept = planned.update, planned.kept
+    for job in planned.jobs:
+        buffers = yield from way(job, job.message | update.arrays | kept, kept)
         update, kept = collect(job, buffers, update, kept)
     return update, kept
 
@@ -277,14 +277,14 @@ def there(array: np.ndarray, device: torch.device) -> Tensor:
 
 def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     """One stream's walk through a job."""
-    samples, views, steps = job.site.samples, job.site.views, job.steps
+    samples, steps = job.site.samples, job.steps
     rows = samples.rows(stream.part)
     walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
     order = there(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
     given = job.labels.get(stream) if stream.labels or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
-    shapes = [(steps, stream.batch, views.uniforms(view)) for view in stream.views]
+    shapes = [(steps, stream.batch, UNIFORMS[view]) for view in stream.views]
     return Feed(
         rows=rows[order],
         y=(unknown if given is None else given)[order],

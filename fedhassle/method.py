@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fedhassle.data.layout import Kind, kind_of
+from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import require
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
@@ -97,6 +98,12 @@ class Stream:
         parts = get_args(Part)
         require(self.part in parts, f"a stream's part must be {' or '.join(parts)}, got {self.part!r}")
         require(self.batch >= 1, f"a stream's batch must be at least 1, got {self.batch}")
+        *others, last = UNIFORMS
+        for view in self.views:
+            require(
+                view in UNIFORMS,
+                f"there is no view {view!r}: a stream takes {', '.join(others)} or {last}",
+            )
 
 
 class SGD(NamedTuple):
@@ -135,10 +142,11 @@ class Phase:
     draw: Callable[[np.random.Generator], np.ndarray] | None = None  # further randomness of a step, as data
 
     def __post_init__(self) -> None:
-        if (self.epochs > 0) == (self.steps > 0):
-            raise ValueError(
-                f"phase {self.name!r} needs either epochs or steps, got {self.epochs} and {self.steps}"
-            )
+        require(bool(self.streams), f"phase {self.name!r} needs a stream to walk over")
+        require(
+            (self.epochs > 0) != (self.steps > 0),
+            f"phase {self.name!r} needs either epochs or steps, got {self.epochs} and {self.steps}",
+        )
 
     def length(self, client: Client) -> int:
         """The number of steps on a client."""
@@ -156,7 +164,7 @@ class Update(NamedTuple):
 
     client: Client
     arrays: Arrays  # each vector that it trained
-    samples: dict[str, int]  # how many samples trained each
+    samples: Mapping[str, int]  # how many samples trained each
     losses: Arrays  # mean loss over the steps of the last phase that trained it
     labelling: Tensor | None = None  # pseudo-labels (right, given); None where the truth is not known
 
@@ -237,9 +245,13 @@ class Method:
         """What a client keeps between rounds: its first values."""
         return {}
 
+    def counts(self, update: Update) -> Mapping[str, int]:
+        """What an update weighs in the mean of each vector: the samples that trained it."""
+        return update.samples
+
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
-        """Each vector: the mean over those who trained it, by samples; else unchanged (Eqs. 1, 2, 10)."""
-        return state | average(updates)
+        """Each vector: the mean over those who trained it, by `counts`; else unchanged (Eqs. 1, 2, 10)."""
+        return state | average([update._replace(samples=self.counts(update)) for update in updates])
 
     def model(self, state: Arrays) -> Arrays:
         """What of the state one takes home to predict with."""

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ import torch
 
 from fedhassle.arrays import round_files, write_arrays
 from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
 from fedhassle.rounds import Federation, Plan, Reply, Round, federate, trainable
 from fedhassle.vectors import Arrays
 
 Metrics = dict[str, Any]
-"""One line of metrics.jsonl: a round that was evaluated, and what happened since the line before."""
+"""Plain data as JSON has it: a line of metrics.jsonl (what happened since the line before), or a summary."""
 
 KINDS = ("full", "partial", "unlabelled")
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
@@ -128,6 +128,15 @@ class Step(NamedTuple):
     metrics: Metrics | None  # where the round was evaluated
 
 
+def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
+    """A method says which of its predictions stands for it."""
+    require(
+        method.headline in accuracy,
+        f"{type(method).__name__} reports {', '.join(accuracy)} and not {method.headline!r}, its headline: "
+        "set headline to the one that stands for the method",
+    )
+
+
 def conduct(
     folder: Folder,
     method: Method,
@@ -149,6 +158,7 @@ def conduct(
         if done.t % evaluate_every == 0 or done.t == plan.rounds:
             scores = evaluate(done.state, done.t)
             if scores is not None:
+                check_headline(method, scores.accuracy)
                 metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
                 clock, tally = time.perf_counter(), Tally(method)
                 history = [*history, metrics]

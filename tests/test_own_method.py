@@ -90,12 +90,28 @@ def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
         (" if client.labelled else ()", "", r"'labelled' walks over labelled data, of which .* has none"),
         ('Descent("w"', 'Descent("v"', "trains 'v', but .* was sent w"),
         ('Stream("labelled"', 'Stream("labeled"', "part must be labelled or unlabelled, got 'labeled'"),
+        (
+            '"labelled", self.batch)',
+            '"labelled", self.batch, ("wek",))',
+            "no view 'wek': a stream takes clean, w",
+        ),
+        (
+            "(walk,), (descent,), self.epochs",
+            "(walk,), (descent,)",
+            "'labelled' needs either epochs or steps",
+        ),
+        ("(walk,), (descent,)", "(), (descent,)", "'labelled' needs a stream to walk over"),
+        (
+            'return {"model": ',
+            'return {"mine": ',
+            "Ridge reports mine and not 'model', its headline: set headline",
+        ),
     ],
 )
 def test_a_phase_that_cannot_be_made_says_why(right, wrong, message, module, images, tmp_path):
     text = METHOD.format(field="")
     assert right in text
-    name = f"own_phase_{len(right)}"
+    name = f"own_phase_{len(right)}_{len(wrong)}"
     module(name, text.replace(right, wrong))
     words = {**small.SETTINGS, "data": str(images), "method": f"{name}:Ridge", "rounds": 1, "threads": 1}
     with pytest.raises(UserError, match=message):

@@ -33,6 +33,7 @@ from by_hand import (
 
 from fedhassle import losses
 from fedhassle.data.partition import pooled
+from fedhassle.data.views import UNIFORMS
 from fedhassle.launch import start
 from fedhassle.local import train
 from fedhassle.method import Batch, Client, Model, Update, as_models
@@ -199,10 +200,10 @@ def test_fixmatch_that_is_never_sure_is_a_plain_loop_on_labels():
     here = small.site(data, range(7), range(30, 51))
     method = FixMatch(net, batch=4, epochs=2, lr=0.05, clip=0.0, confidence=1.5)
     found = small.trained(method, here)
-    rng, views = generator(0, 1, "here", "both"), here.views
+    rng = generator(0, 1, "here", "both")
     order_of_epochs(21, 8, 2, rng)
     for view in ("weak", "strong"):
-        rng.random((6, 8, views.uniforms(view)), dtype=np.float32)
+        rng.random((6, 8, UNIFORMS[view]), dtype=np.float32)
     walk = [np.array(rows) for rows in order_end_to_end(7, 4, 6, rng)]
 
     def step(rows):
@@ -422,6 +423,19 @@ def test_the_weight_of_mixmatch_grows_with_the_rounds():
     assert [message["ramp"].tolist() for message in sent] == [[0.125], [0.5], [1.0], [1.0]]
     assert all(torch.equal(message["w"], state["w"]) for message in sent) and state.keys() == {"w"}
     assert MixMatch(NET).message(state, PARTIAL, 3)["ramp"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("weights", "counts"), [("labels", (90, 10)), ("samples", (90, 90))])
+def test_mixmatch_takes_means_by_labels_or_by_all_that_trained(weights, counts, rng):
+    """A full client of 90 and a partial one that trained on 10 labels and 80 others."""
+    vectors = [vector(rng) for _ in range(2)]
+    clients, trained = (Client("a", 90, 0), Client("b", 10, 80)), (90, 90)
+    updates = [
+        Update(client, tensors(w=w), {"w": n}, {})
+        for client, w, n in zip(clients, vectors, trained, strict=True)
+    ]
+    merged = MixMatch(NET, weights=weights).merge(tensors(w=vectors[0]), updates, 1, rng)
+    np.testing.assert_allclose(merged["w"].numpy(), np.average(vectors, 0, counts), rtol=1e-10)
 
 
 # FedMatch

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedhassle.data import strong
 
 WEAK = 3  # uniform numbers: for the flip, and where the crop lies
+UNIFORMS = {"clean": 0, "weak": WEAK, "strong": WEAK + strong.UNIFORMS}  # that an image of each view takes
 
 
 class Views(NamedTuple):
@@ -18,7 +19,7 @@ class Views(NamedTuple):
 
     Strong is weak, then two random operations of fourteen and cutout, as in FixMatch.
 
-    An augmentation draws nothing itself: it is handed `uniforms(view)` numbers in [0, 1) per image, so
+    An augmentation draws nothing itself: it is handed `UNIFORMS[view]` numbers in [0, 1) per image, so
     that it gives the same on every device, in the simulator and at a site, and inside a captured step.
     """
 
@@ -27,17 +28,9 @@ class Views(NamedTuple):
     flip: bool
     crop: int  # reflect padding before a random crop; 0 = none
 
-    def uniforms(self, view: str) -> int:
-        """How many uniform numbers an image of this view takes."""
-        known = {"clean": 0, "weak": WEAK, "strong": WEAK + strong.UNIFORMS}
-        if view not in known:
-            *others, last = known
-            raise ValueError(f"there is no view {view!r}: a stream takes {', '.join(others)} or {last}")
-        return known[view]
-
     def __call__(self, pixels: Tensor, view: str, u: Tensor) -> Tensor:
         """Pixels (B, H, W, C) uint8 and draws (B, k) -> (B, C, H, W), channels_last."""
-        if self.uniforms(view):
+        if UNIFORMS[view]:
             pixels = self.weak(pixels, u)
         if view == "strong":
             pixels = strong.augmented(pixels, u[:, WEAK:])

@@ -153,18 +153,17 @@ class FedMatch(Method):
         return [others[i] for i in order[: self.helpers]]
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
-        """Means of σ by labels and of ψ by what has none; each client's ψ and output are remembered."""
-        weighed = [update._replace(samples=self.counts(update)) for update in updates]
+        """Means of σ and ψ; each client's ψ and output are remembered."""
         known = {
             key: value
             for update in updates
             if "psi" in update.arrays
             for key, value in self.remembered(state, update).items()
         }
-        return super().merge(state, weighed, t, rng) | known
+        return super().merge(state, updates, t, rng) | known
 
     def counts(self, update: Update) -> dict[str, int]:
-        """What an update weighs: by the samples that trained each part, or as much as any other."""
+        """σ by labels and ψ by what has none, or each client as much as any other."""
         client = update.client
         by_samples = {"sigma": client.labelled, "psi": client.unlabelled}
         return by_samples if self.weights == "samples" else dict.fromkeys(by_samples, 1)

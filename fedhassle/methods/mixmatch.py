@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
-from fedhassle.method import Batch, Client, Models, Phase, Stream
+from fedhassle.method import Batch, Client, Models, Phase, Stream, Update
 from fedhassle.methods.both import BothParts
 from fedhassle.vectors import Arrays
 
@@ -24,6 +25,7 @@ class MixMatch(BothParts):
     temperature: float = 0.5  # T, which sharpens guessed labels
     alpha: float = 0.75  # of Beta(α, α), which mixes samples
     rounds: int | None = None  # over which λ_u grows; None: those of the run
+    weights: Literal["labels", "samples"] = "labels"  # of means: what a client has labels of, or all it holds
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +45,10 @@ class MixMatch(BothParts):
         """λ, and for each sample whom it is mixed with."""
         share = rng.beta(self.alpha, self.alpha, 1)
         return np.concatenate([share, rng.permutation(self.batch * (1 + 2 * self.ratio))])
+
+    def counts(self, update: Update) -> Mapping[str, int]:
+        """By labels: with a small λ_u little else teaches; by samples partial clients drown full ones."""
+        return {"w": update.client.labelled} if self.weights == "labels" else update.samples
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """The model, and how far λ_u has grown: a tensor, since it changes from round to round."""
