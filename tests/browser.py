@@ -1,6 +1,5 @@
 """A headless Chromium that tests talk to over a pipe, in its own protocol: no package is needed for it."""
 
-import base64
 import contextlib
 import json
 import os
@@ -139,13 +138,3 @@ class Page:
             if event["method"] == "Network.requestWillBeSent"
         ]
         return told, asked[1:]
-
-    def screenshot(self, path, selector=None):
-        """A picture of the whole page, or of one element of it."""
-        box = "document.documentElement" if selector is None else f"document.querySelector({selector!r})"
-        clip = self.run(
-            f"(b => ({{x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height, scale: 1}}))"
-            f"({box}.getBoundingClientRect())"
-        )
-        data = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
-        Path(path).write_bytes(base64.b64decode(data))

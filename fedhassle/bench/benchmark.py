@@ -35,7 +35,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.files import write_json
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import nearest
+from fedhassle.names import counted, nearest
 from fedhassle.nets import NETS, Net
 from fedhassle.parallel import available_cores
 from fedhassle.provenance import hardware, versions
@@ -70,7 +70,6 @@ class Options:
     quick: bool = False  # shorter rounds, and fewer of them
     scaling: bool = True  # also how times grow with the numbers of clients
     compile: bool = True  # fuse kernels, on a GPU
-    lanes: int = LANES  # on a GPU
     threads: int | None = None  # clients side by side on a CPU; else its cores
     device: str | None = None  # cpu or cuda; else a GPU where there is one
     json: Path | None = None  # where all figures go
@@ -189,7 +188,7 @@ class Bench:
         if self.device.type == "cpu":
             return Engine(self.device)
         precision: Precision = "bf16" if torch.cuda.is_bf16_supported() else "tf32"
-        return Engine(self.device, precision, self.options.lanes, self.options.compile)
+        return Engine(self.device, precision, LANES, self.options.compile)
 
     def settings(self) -> dict[str, Any]:
         """What was measured, and how."""
@@ -357,7 +356,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console,
         f"\n{machine['gpu'] or machine['cpu']}, torch {report['versions']['torch']}; "
         f"{settings['net']}, {how}; {size['images']:,} random images, {settings['clients']} clients, "
-        f"{settings['clients_per_round']} a round, {size['epochs']} epochs, batch {size['batch']}",
+        f"{settings['clients_per_round']} a round, {counted(size['epochs'], 'epoch')}, batch {size['batch']}",
     )
     console.print(methods_table(report["methods"], report["peak"]["flops_per_second"]))
     say(console, f"{NOTE}\n")

@@ -82,11 +82,11 @@ class PlainLoop(NamedTuple):
     repeats: int
     threads: int  # on a CPU, at most
 
-    def seconds(self, name: str, method: Method, tf32: bool, t: int = FIRST + 1) -> dict[str, Spread] | None:
+    def seconds(self, name: str, method: Method, tf32: bool) -> dict[str, Spread] | None:
         """Seconds of a step by phase; None where nobody has written one for the method."""
         found = {}
-        for phase in phases(method, t):
-            trainer = counterpart(name, method, phase, t, self.images.pixels.device)
+        for phase in phases(method):
+            trainer = counterpart(name, method, phase, FIRST + 1, self.images.pixels.device)
             if trainer is None:
                 return None
             with switches(tf32):
@@ -196,7 +196,7 @@ def average_steps(method: Method, clients: Sequence[Client], per_round: int) -> 
 # The work and the device
 
 
-def flops_of_step(method: Method, simulator: Simulator, t: int = FIRST + 1) -> dict[str, float]:
+def flops_of_step(method: Method, simulator: Simulator) -> dict[str, float]:
     """FLOPs of one eager step by phase: of convolutions and matrix products, as PyTorch counts them.
 
     They are those of the method itself, in full precision: what a faster way to run it adds (padding) or
@@ -210,7 +210,7 @@ def flops_of_step(method: Method, simulator: Simulator, t: int = FIRST + 1) -> d
         labelled, unlabelled = (rows[: client.count(part)] for part in ("labelled", "unlabelled"))
         samples = Samples(simulator.images, labelled, y[: len(labelled)], unlabelled, y[: len(unlabelled)])
         site = Site(client, samples, simulator.views)
-        planned = visit(method, site, method.message(state, client, t), None, t, 0)
+        planned = visit(method, site, method.message(state, client, FIRST + 1), None, FIRST + 1, 0)
         for job in planned.jobs:
             if job.phase.name not in found:
                 found[job.phase.name] = flops_of(job, planned.kept)

@@ -53,6 +53,7 @@ def bench(
         typer.Argument(metavar="[METHOD]...", help="Else fedavg and hassle; all: all of them."),
     ] = None,
     net: Annotated[str | None, typer.Option(help="resnet8 (else on a GPU) or lenet (else on a CPU).")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to measure of each method; else 3 or 4.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter rounds, and fewer of them.")] = False,
     scaling: Annotated[bool, typer.Option(help="Also how times grow with the numbers of clients.")] = True,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Fuse kernels, on a GPU.")] = True,
@@ -67,4 +68,4 @@ def bench(
     from fedhassle.bench import run as measure
 
     chosen = tuple(methods) if methods else Options.methods
-    measure(Options(chosen, net, None, quick, scaling, compiled, device=device, json=as_json), console)
+    measure(Options(chosen, net, rounds, quick, scaling, compiled, device=device, json=as_json), console)

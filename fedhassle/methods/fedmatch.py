@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.errors import require
-from fedhassle.losses import cross_entropy, cross_entropy_each, one_hot
+from fedhassle.losses import cross_entropy, cross_entropy_each, kl_divergence_each, one_hot
 from fedhassle.method import Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
 from fedhassle.nets import Net
 from fedhassle.randomness import generator
@@ -122,7 +122,7 @@ class FedMatch(Method):
             return (sure * each).sum() / sure.sum().clamp_min(1)
 
         consistency = sum(
-            (over_the_sure(divergence(expert, z)) for expert in experts), torch.zeros_like(sure[0])
+            (over_the_sure(kl_divergence_each(expert, z)) for expert in experts), torch.zeros_like(sure[0])
         )
         label = majority([z.detach(), *experts])
         labelling = over_the_sure(cross_entropy_each(theta(strong), label))
@@ -188,12 +188,6 @@ class FedMatch(Method):
     def model(self, state: Arrays) -> Arrays:
         """σ and ψ, without what the server remembers of each client."""
         return {"sigma": state["sigma"], "psi": state["psi"]}
-
-
-def divergence(target: Tensor, z: Tensor) -> Tensor:
-    """KL(softmax target ‖ softmax z) of each sample (B,)."""
-    p = target.log_softmax(1)
-    return (p.exp() * (p - z.log_softmax(1))).sum(1)
 
 
 def majority(logits: Sequence[Tensor]) -> Tensor:
