@@ -15,31 +15,33 @@ from fedhassle.cli import app
 from fedhassle.reproduce.experiment import cells, read_experiment
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = re.findall(
-    r"^```python\n# (\w+)\.py\n(.*?)^```",
-    (ROOT / "docs/method.md").read_text("utf-8"),
-    re.MULTILINE | re.DOTALL,
-)
+EXAMPLES = [
+    (page, *example)
+    for page in ("method", "network")
+    for example in re.findall(
+        r"^```python\n# (\w+)\.py\n(.*?)^```",
+        (ROOT / f"docs/{page}.md").read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+]
 
 
-@pytest.mark.parametrize(("module", "source"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
-def test_a_method_of_the_docs_trains(module, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "module", "source"), EXAMPLES, ids=[name for _, name, _ in EXAMPLES])
+def test_a_method_or_network_of_the_docs_trains(page, module, source, tmp_path, monkeypatch):
     """Each example as a user has it: a file on the Python path, named by import path."""
     (tmp_path / f"{module}.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     (name,) = re.findall(r"^class (\w+)", source, re.MULTILINE)
     data = small.dataset()
     small.save_images(tmp_path / "own.npz", data)
-    settings = {
-        **small.SETTINGS,
-        "data": str(tmp_path / "own.npz"),
-        "rounds": 2,
-        "method": f"{module}:{name}",
-        "method.epochs": 1,
-    }
+    named = {"method": f"{module}:{name}"} if page == "method" else {"net": f"{module}:{name}"}
+    settings = {**small.SETTINGS, "data": str(tmp_path / "own.npz"), "rounds": 2, "method.epochs": 1, **named}
+    if page == "network":
+        settings["method.residual_steps"] = 1
     result = fedhassle.run("paper", settings, out=tmp_path / "run", quiet=True)
-    assert set(result.accuracy) == {"model"}
-    assert result.summary["method"] == f"{module}:{name}"
+    assert set(result.accuracy) >= ({"model"} if page == "method" else {"SM", "UM", "EM"})
+    assert result.summary["settings"].get("net") == named.get("net")
+    assert result.summary["method"] == named.get("method", "hassle")
     assert result.model.predict(data.x_test).classes.shape == (40,)
 
 
@@ -110,8 +112,8 @@ def test_what_the_walk_through_a_method_quotes_is_the_products_own(path, code):
     assert code in (ROOT / path).read_text("utf-8")
 
 
-def test_there_are_two_examples():
-    assert [name for name, _ in EXAMPLES] == ["my_fedprox", "my_teacher"] and len(QUOTES) == 4
+def test_there_are_three_examples():
+    assert [name for _, name, _ in EXAMPLES] == ["my_fedprox", "my_teacher", "my_net"] and len(QUOTES) == 4
 
 
 def test_the_example_of_the_interface_is_python():
