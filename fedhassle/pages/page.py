@@ -114,7 +114,9 @@ def found(report: Report) -> list[Markup]:
         return []
     known = [finding_item(one) for one in every if one.known]
     unknown = [tag("li", claim_of(one), f": {one.numbers}") for one in every if not one.known]
-    intro = "Computed from the figures below; a claim comes to comparisons of two figures each."
+    intro = (
+        "Computed from the figures below: a claim comes to pairs of figures, compared on the seeds both have."
+    )
     parts = [tag("h2", "Do the paper's claims hold?"), tag("p", intro)]
     if known:
         parts.append(tag("ul", *known, class_="findings"))
