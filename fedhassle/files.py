@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedhassle.errors import BusyError, UserError
+from fedhassle.errors import BusyError, UserError, require
 
 if sys.platform != "win32":
     import fcntl
@@ -23,19 +23,31 @@ UNFINISHED = ".writing-"
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that takes the place of `path` when the block ends well."""
+    """A temporary path in the same folder that takes the place of `path` when the block ends well.
+
+    Where that is a link, it stays, and what it leads to is replaced.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        place = replaceable(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
         # The suffix stays: some writers choose the format by it.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=path.suffix)
+        handle, name = tempfile.mkstemp(dir=place.parent, prefix=UNFINISHED, suffix=path.suffix)
         os.close(handle)
         try:
             yield Path(name)
-            settle(Path(name), path)
+            settle(Path(name), place)
         finally:
             Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def replaceable(path: Path) -> Path:
+    """The path without links; a device or a pipe, which a file must not take the place of, is an error."""
+    place = Path(os.path.realpath(path))  # that of a link in a circle is a link
+    sound = path.is_file() or path.is_dir() or not (path.exists() or place.is_symlink())  # a folder: below
+    require(sound, f"{path} cannot be written: it is no regular file; name a new file, or one to replace")
+    return place
 
 
 def settle(temporary: Path, path: Path) -> None:

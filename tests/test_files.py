@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import select
 import subprocess
@@ -12,6 +13,8 @@ from small import LIMIT, call, checkpoints, cut, environment
 
 from fedhassle.errors import UserError
 from fedhassle.files import atomic, locked, remove_unfinished, write_json, write_text
+
+UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks, links and pipes there")
 
 # Whole or not at all
 
@@ -69,6 +72,37 @@ def test_a_place_that_cannot_be_written_is_a_user_error_that_names_it(name, reas
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
 
 
+@UNIX
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name, start in (("old", "old"), ("new", None)):
+        target, link = tmp_path / "there" / f"{name}.txt", tmp_path / f"{name}.lnk"
+        if start:
+            target.write_text(start)
+        link.symlink_to(target)
+        write_text(link, "words")
+        assert link.is_symlink() and target.read_text() == "words" and not target.is_symlink()
+    assert {path.name for path in tmp_path.rglob("*")} == {"there", "old.txt", "new.txt", "old.lnk", "new.lnk"}
+
+
+@UNIX
+@pytest.mark.parametrize("link", [False, True], ids=["itself", "by a link"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "circle"])
+def test_what_is_no_regular_file_is_never_replaced(kind, link, tmp_path):
+    path = tmp_path / "odd"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(os.devnull if kind == "device" else path)
+    if link:
+        path, target = tmp_path / "link", path
+        path.symlink_to(target)
+    before = {file.name: file.lstat().st_ino for file in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=rf"^{re.escape(str(path))} cannot be written: it is no regular file"):
+        write_text(path, "words")
+    assert {file.name: file.lstat().st_ino for file in tmp_path.iterdir()} == before
+
+
 def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
     path = tmp_path / "value.json"
     write_json(path, {"α": [1, None]})
@@ -88,7 +122,6 @@ def test_only_what_writers_left_is_removed(tmp_path):
 
 # One process at a time
 
-UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
 HOLD = """
 import sys
 from pathlib import Path
