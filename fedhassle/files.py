@@ -19,6 +19,8 @@ if sys.platform != "win32":
     import fcntl
 
 UNFINISHED = ".writing-"
+UMASK = os.umask(0)  # permissions that new files are not to have; it can only be read by setting it
+os.umask(UMASK)
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def settle(temporary: Path, path: Path) -> None:
     """Puts a finished file in its place, once it is on the disk."""
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
-    temporary.chmod(0o644)
+    temporary.chmod(0o666 & ~UMASK)  # as any new file, where a temporary one is its owner's alone
     temporary.replace(path)
 
 

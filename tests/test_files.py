@@ -82,7 +82,13 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
         link.symlink_to(target)
         write_text(link, "words")
         assert link.is_symlink() and target.read_text() == "words" and not target.is_symlink()
-    assert {path.name for path in tmp_path.rglob("*")} == {"there", "old.txt", "new.txt", "old.lnk", "new.lnk"}
+    assert {path.name for path in tmp_path.rglob("*")} == {
+        "there",
+        "old.txt",
+        "new.txt",
+        "old.lnk",
+        "new.lnk",
+    }
 
 
 @UNIX
@@ -101,6 +107,18 @@ def test_what_is_no_regular_file_is_never_replaced(kind, link, tmp_path):
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))} cannot be written: it is no regular file"):
         write_text(path, "words")
     assert {file.name: file.lstat().st_ino for file in tmp_path.iterdir()} == before
+
+
+@UNIX
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_are_those_of_any_new_file(umask, mode, tmp_path):
+    code = "import pathlib, sys; from fedhassle.files import write_text"
+    code += "; write_text(pathlib.Path(sys.argv[1]), 'words'); pathlib.Path(sys.argv[2]).touch()"
+    made = [tmp_path / "ours", tmp_path / "any"]
+    subprocess.run(
+        [sys.executable, "-c", code, *made], env=environment(), umask=umask, check=True, timeout=LIMIT
+    )
+    assert [path.stat().st_mode & 0o777 for path in made] == [mode, mode]
 
 
 def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
