@@ -64,6 +64,7 @@ ROWS = {
     "semicolons": "file;label\na.png;dog\ndeep/er/b.PNG;cat\n",
     "quoted": '"file","label"\r\n"a.png","dog"\r\n"deep/er/b.PNG"," cat "\r\n',
     "BOM and empty lines": "\ufefffile,label\n\na.png,dog\n,\n\ndeep/er/b.PNG,cat\n\n",
+    "quotes in cells": 'file,label,who\na.png,dog,"J. ""x"" D.\nJr., ;"\ndeep/er/b.PNG,cat,5" wide\n',
     "old line ends": "file,label\ra.png,dog\rdeep/er/b.PNG,cat\r",
     "dots and backslashes": "file,label\n./a.png,dog\ndeep\\er\\b.PNG,cat\n",
     "the same twice": "file,label\na.png,dog\ndeep/er/b.PNG,cat\na.png,dog\n",
@@ -132,6 +133,10 @@ BAD_ROWS = {
     "two label columns": ("file,label,Label\na.png,dog,cat\n", "one column 'label'"),
     "tabs": ("file\tlabel\na.png\tdog\n", "comma or semicolon"),
     "empty": ("", "is empty"),
+    "a quote that is not closed": ('file,label\na.png,dog\n"c.png,dog\n', "row 3 is no CSV .*closes it"),
+    "a label's quote that is not closed": ('file,label\na.png,"dog\nc.png,dog\n', "row 2 is no CSV"),
+    "of another column": ('file;label;who\na.png;dog;"x\n\nc.png;dog;y\n', "row 2 is no CSV"),
+    "a quote that the next opens": ('file,label\n\n"a.png,dog\n"c.png","dog"\n', "row 3 is no CSV"),
 }
 
 

@@ -100,14 +100,22 @@ def _lines(path: Path) -> list[list[str]]:
         raise UserError(
             f"the label file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
+    require(bool(text), f"{path} is empty: expected a header with {' and '.join(COLUMNS)}")
+    lines: list[list[str]] = []
     try:
-        ways = [
-            list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)) for delimiter in DELIMITERS
-        ]
+        # Strictly: a quote that is never closed would make one cell of all rows that follow it.
+        for cells in csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True):
+            lines.append(cells)
     except csv.Error as error:
-        raise UserError(f"{path} is no CSV: {error}") from error
-    require(bool(ways[0]), f"{path} is empty: expected a header with {' and '.join(COLUMNS)}")
-    return max(ways, key=lambda lines: len({*map(_plain, lines[0])} & {*COLUMNS}))
+        advice = "a quotation mark that opens a cell closes it, and one inside is doubled"
+        raise UserError(f"{path}: row {len(lines) + 1} is no CSV ({error}): {advice}") from error
+    return lines
+
+
+def _delimiter(text: str) -> str:
+    """What parts the cells of a file: that by which its header has the most of our columns."""
+    headers = {one: next(csv.reader(io.StringIO(text, newline=""), delimiter=one), []) for one in DELIMITERS}
+    return max(DELIMITERS, key=lambda one: len({*map(_plain, headers[one])} & {*COLUMNS}))
 
 
 def _plain(cell: str) -> str:
