@@ -700,6 +700,16 @@ def test_the_classes_of_a_site_are_what_its_own_data_speaks_of(tmp_path):
     assert site_classes(tmp_path / "own.npz") == ("0", "1", "2")
 
 
+def test_a_class_in_both_forms_of_unicode_is_one(tmp_path):
+    """ü as one character, and as u and two dots: half of a folder may come from macOS."""
+    for name in ("fr\u00fch/a.png", "fru\u0308h/b.png"):
+        save(tmp_path / name)
+    assert site_classes(tmp_path) == ("fr\u00fch",)
+    assert read_site(tmp_path, ImageForm(("x", "fru\u0308h"), 6, 8, 1)).y.tolist() == [1, 1]
+    csv(tmp_path, "file,label\nfr\u00fch/a.png,u\u0308\nfr\u00fch/b.png,\u00fc\n")
+    assert site_classes(tmp_path) == ("\u00fc",)
+
+
 @pytest.mark.parametrize(("height", "channels"), [(6, 2), (0, 1)])
 def test_a_form_that_no_image_has_is_refused(height, channels):
     with pytest.raises(UserError):

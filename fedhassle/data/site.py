@@ -155,9 +155,10 @@ def site_classes(path: Path, labels: Path | None = None) -> tuple[str, ...]:
     found = images_in(path, labels)
     file = labels or _label_file(found.folder)
     if file is not None:
-        names = {row.label for row in read_labels(file) if row.label}
+        names = {same_text(row.label) for row in read_labels(file) if row.label}
     else:
-        names = {top for top in map(_top, found.files) if top is not None and not _is_unlabelled(top)}
+        tops = {top for top in map(_top, found.files) if top is not None}
+        names = {same_text(top) for top in tops if not _is_unlabelled(top)}
     return tuple(sorted(names, key=_natural))
 
 
