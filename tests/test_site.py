@@ -101,6 +101,21 @@ def test_a_label_file_is_found_whatever_its_capitals_and_outranks_folders(tmp_pa
         read_site(tmp_path, GREY)
 
 
+def test_a_label_file_below_the_top_is_reported_unless_it_is_named(three):
+    csv(three, "file,label\na.png,dog\n")
+    below = csv(three / "deep", "file,label\na.png,cat\n")
+    csv(three / "deep" / "er", "file,label\nb.PNG,cat\n", "Labels.CSV")
+    site = read_site(three, GREY)
+    (problem,) = site.problems
+    assert site.y.tolist() == [1, -1, -1]
+    assert problem.path == "deep/er/Labels.CSV" and problem.outcome == "skipped"
+    assert problem.what == (
+        "a label file that is not used: only the one at the top counts, and 1 more like it"
+    )
+    site = read_site(three, GREY, labels=below)
+    assert site.y.tolist() == [0, -1, -1] and [one.path for one in site.problems] == ["deep/er/Labels.CSV"]
+
+
 def test_umlauts_match_however_they_are_written(tmp_path):
     """On macOS, ü is u and two dots in the names of files and folders."""
     save(tmp_path / "Gro\u0308ße.png")

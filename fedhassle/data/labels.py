@@ -105,7 +105,7 @@ def _lines(path: Path) -> list[list[str]]:
     try:
         # Strictly: a quote that is never closed would make one cell of all rows that follow it.
         for cells in csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True):
-            lines.append(cells)
+            lines.append(cells)  # noqa: PERF402 - their number says which is wrong
     except csv.Error as error:
         advice = "a quotation mark that opens a cell closes it, and one inside is doubled"
         raise UserError(f"{path}: row {len(lines) + 1} is no CSV ({error}): {advice}") from error

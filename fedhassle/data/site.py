@@ -3,7 +3,8 @@
 Where a folder holds `labels.csv`, or a label file is named, it alone says what is labelled: a row for an
 image, by its path in the folder. A blank label or no row means unlabelled. An error is a label outside the
 agreed classes, a path that leads out of the folder, an image named twice with different labels, and a file
-none of whose rows names an image; a row whose image is missing is reported and skipped.
+none of whose rows names an image; a row whose image is missing is reported and skipped, and so is a
+`labels.csv` in a folder below.
 
 Without one, the first folder of an image's path is its class: named as the class is, with `_` for what no
 folder may be called (`folder_name`), or `unlabelled`. Images above these folders are unlabelled. Any other
@@ -38,6 +39,7 @@ from fedhassle.errors import UserError, require
 
 LABEL_FILE = "labels.csv"
 UNLABELLED = ("unlabelled", "unlabeled")  # folders, whatever their capitals
+UNUSED = "a label file that is not used: only the one at the top counts"
 LEFTOVERS = ("__macosx", "thumbs.db", "desktop.ini")
 THREADS = 4  # decoders run outside Python's lock
 
@@ -215,13 +217,15 @@ def images_in(path: Path, labels: Path | None = None) -> Found:
             file = base / name
             suffix = file.suffix.lower()
             if suffix not in SUFFIXES:
-                if name.lower() != LABEL_FILE and file != label_file:
-                    others.setdefault(suffix, []).append(file.relative_to(folder).as_posix())
+                is_label_file = name.lower() == LABEL_FILE
+                if file != label_file and not (is_label_file and base == folder):
+                    what = UNUSED if is_label_file else f"no image file ({suffix or 'without a suffix'})"
+                    others.setdefault(what, []).append(file.relative_to(folder).as_posix())
             elif reason := _no_own_file(file, folder):
                 problems.append(_skipped(file, folder, reason))
             else:
                 files.append(file.relative_to(folder).as_posix())
-    problems += [_other(suffix, sorted(paths)) for suffix, paths in others.items()]
+    problems += [_alike(what, sorted(paths)) for what, paths in others.items()]
     problems.sort()
     require(bool(files), f"{path} holds no images ({', '.join(SUFFIXES)}){_first(problems)}")
     return Found(folder, tuple(sorted(files)), tuple(problems))
@@ -247,10 +251,10 @@ def _skipped(file: Path, folder: Path, what: str) -> Problem:
     return Problem(_shown(file.relative_to(folder).as_posix()), what, "skipped")
 
 
-def _other(suffix: str, paths: Sequence[str]) -> Problem:
-    """One line for all files of another kind: there may be as many as images."""
+def _alike(what: str, paths: Sequence[str]) -> Problem:
+    """One line for all files of a kind: there may be as many as images."""
     many = f", and {len(paths) - 1:,} more like it" if len(paths) > 1 else ""
-    return Problem(_shown(paths[0]), f"no image file ({suffix or 'without a suffix'}){many}", "skipped")
+    return Problem(_shown(paths[0]), f"{what}{many}", "skipped")
 
 
 def _shown(path: str) -> str:
