@@ -418,15 +418,37 @@ def test_of_16_bits_the_upper_8_stay(tmp_path, form, colour, kind):
     assert what == ["16 bits: the upper 8 stay"]
 
 
+def tiff(pixels, photometric=1, bits=16, **more):
+    """A TIFF by hand, in the byte order of its pixels; `more` are further tags."""
+    order, head = (">", b"MM\0*\0\0\0\x08") if pixels.dtype.byteorder == ">" else ("<", b"II*\0\x08\0\0\0")
+    height, width = pixels.shape
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 0, 277: 1, 278: height}
+    tags |= {279: pixels.nbytes} | {int(tag[1:]): value for tag, value in more.items()}
+    tags[273] = 8 + 2 + 12 * len(tags) + 4
+    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, tags[tag]) for tag in sorted(tags))
+    return head + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + pixels.tobytes()
+
+
 @pytest.mark.parametrize("kind", ["<u2", ">u2"])
 def test_16_bit_tiffs_are_read_in_either_byte_order(tmp_path, kind):
     pixels = np.random.default_rng(0).integers(0, 2**16, (6, 8), np.uint16)
-    order, head = (">", b"MM\0*\0\0\0\x08") if kind[0] == ">" else ("<", b"II*\0\x08\0\0\0")
-    tags = {256: 8, 257: 6, 258: 16, 259: 1, 262: 1, 273: 8 + 2 + 12 * 9 + 4, 277: 1, 278: 6, 279: 96}
-    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags.items())
-    directory = struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
-    (tmp_path / "a.tif").write_bytes(head + directory + pixels.astype(kind).tobytes())
+    (tmp_path / "a.tif").write_bytes(tiff(pixels.astype(kind)))
     np.testing.assert_array_equal(one(tmp_path)[0][..., 0], pixels >> 8)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", ["<u1", "<u2", "<f4"])
+def test_a_tiff_in_which_0_is_white_is_no_negative(tmp_path, kind, turned):
+    """Radiographs often are: white where the number is 0, black where it is the largest (1 of floats)."""
+    white = {"<u1": 255, "<u2": 2**16 - 1, "<f4": 1}[kind]
+    pixels = (np.random.default_rng(0).integers(0, 256, (6, 8)) / 255 * white).astype(kind)
+    more = {"t339": 3} if kind == "<f4" else {}
+    more |= {"t274": 3} if turned else {}
+    (tmp_path / "a.tif").write_bytes(tiff(pixels, 0, 8 * pixels.itemsize, **more))
+    found, what = one(tmp_path)
+    expected = 255 * (1 - pixels[::-1, ::-1] / white if turned else 1 - pixels / white)
+    assert np.abs(found[..., 0] - expected).max() <= 1
+    assert not turned or what[0] == pictures.TURNED
 
 
 def test_12_bits_in_16_are_called_almost_black(tmp_path):

@@ -7,9 +7,9 @@ rules, in this order; what they change is named:
 1. Of several frames or pages the first counts.
 2. The picture is turned as its EXIF orientation says. Colour profiles are ignored.
 3. Of 16 bits the upper 8 stay, in grey and in colour: never stretched, so that pictures stay comparable.
-   PGM and PPM say themselves what white is, and are brought to 8 or 16 bits by it. 1-bit pictures become
-   black and white. Floats in [0, 1] become round(255·x). Other whole numbers and floats have no scale that we
-   could know, and are refused.
+   PGM and PPM say themselves what white is, and are brought to 8 or 16 bits by it; a TIFF may say that 0 is
+   white, and is turned round. 1-bit pictures become black and white. Floats in [0, 1] become round(255·x).
+   Other whole numbers and floats have no scale that we could know, and are refused.
 4. Transparent parts show white.
 5. Palettes, CMYK and other colour spaces become RGB; RGB becomes grey by ITU-R 601 luma, grey becomes RGB.
 6. A picture of another size is scaled (bicubic) until it covers the agreed size, its proportions kept, and
@@ -39,6 +39,8 @@ MOST_PIXELS = 89_478_485  # where Pillow, too, begins to suspect a decompression
 FINE = 3  # a JPEG is decoded at no less than so many times the agreed size; more changes nothing one can see
 
 ORIENTATION = 0x0112  # the EXIF tag
+BITS, PHOTOMETRIC = 258, 262  # tags of TIFF
+WHITE_IS_ZERO = 0  # a value of the latter
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -153,6 +155,7 @@ def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
     """The first frame, upright."""
     deep = any(";16" in str(tile) for tile in image.tile)  # first: for EXIF a PNG is decoded
     frames = getattr(image, "n_frames", 1)
+    black = _black(image)
     before = _orientation(image)
     if image.format in ("JPEG", "MPO"):
         image.draft(None, (FINE * side, FINE * side))
@@ -165,7 +168,19 @@ def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
     if deep and not image.mode.startswith("I"):  # 16-bit colour; grey is looked at below
         notes.append(SIXTEEN_BITS)
     turned: Image.Image = image.transpose(TURNS[after]) if after in TURNS else image
-    return turned
+    if black is None:
+        return turned
+    values = np.asarray(turned)
+    return Image.fromarray((black - values).astype(values.dtype))
+
+
+def _black(image: Any) -> int | None:
+    """The value of black where 0 is white; None where it is not, or Pillow sees to it, as in 8 bits."""
+    if image.format != "TIFF" or image.tag_v2.get(PHOTOMETRIC) != WHITE_IS_ZERO:
+        return None
+    if image.mode.startswith("I;16"):
+        return int(2 ** image.tag_v2[BITS][0] - 1)
+    return 1 if image.mode == "F" else None
 
 
 def _orientation(image: Image.Image) -> int:
