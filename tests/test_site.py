@@ -457,6 +457,18 @@ def test_12_bits_in_16_are_called_almost_black(tmp_path):
     assert (found == 15).all() and what == [pictures.DARK]
 
 
+@pytest.mark.parametrize(("form", "colour", "bands"), [(COLOUR, 2, 3), (COLOUR, 6, 4), (GREY, 4, 2)])
+@pytest.mark.parametrize(("value", "note"), [(4095, pictures.DARK), (4096, pictures.SIXTEEN_BITS)])
+def test_12_bits_in_16_of_colour_are_called_almost_black(tmp_path, form, colour, bands, value, note):
+    """Opaque ones too: what is seen is what counts."""
+    pixels = np.full((6, 8, bands), value, np.uint16)
+    pixels[..., 0] = 7 if bands > 2 else value
+    if bands in (2, 4):
+        pixels[..., -1] = 2**16 - 1
+    (tmp_path / "a.png").write_bytes(png(pixels, colour))
+    assert one(tmp_path, form)[1][0] == note
+
+
 @pytest.mark.parametrize(
     ("pixels", "reason"),
     [

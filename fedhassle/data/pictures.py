@@ -166,12 +166,18 @@ def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
     if before in TURNS:
         notes.append(TURNED)
     if deep and not image.mode.startswith("I"):  # 16-bit colour; grey is looked at below
-        notes.append(SIXTEEN_BITS)
+        notes.append(DARK if _almost_black(image) else SIXTEEN_BITS)
     turned: Image.Image = image.transpose(TURNS[after]) if after in TURNS else image
     if black is None:
         return turned
     values = np.asarray(turned)
     return Image.fromarray((black - values).astype(values.dtype))
+
+
+def _almost_black(image: Any) -> bool:
+    """Whether 16-bit colours, of which Pillow keeps the upper 8, have at most 12; in CMYK 0 is white."""
+    colours = image.getextrema()[:3]  # without alpha
+    return image.mode in ("RGB", "RGBA") and max(high for _, high in colours) < 2 ** (12 - 8)
 
 
 def _black(image: Any) -> int | None:
