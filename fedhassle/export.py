@@ -97,7 +97,8 @@ def needed() -> None:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        message = f"the export needs {error.name}, which is not installed: pip install 'fedhassle[export]'"
+        needs = f"{error.name}, which is not installed" if error.name else f"more than works here ({error})"
+        message = f"the export needs {needs}: pip install 'fedhassle[export]'"
         raise UserError(message) from error
 
 

@@ -1,6 +1,7 @@
 """ONNX files: what is in them, that they predict what PyTorch does, and what is refused."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -189,6 +190,27 @@ def test_without_the_extra_it_says_what_to_install(missing, finished, tmp_path, 
     code, _, err = call("export", finished[0], tmp_path / "x.onnx", "--onnx")
     assert code == 2 and f"needs {missing}," in err and "pip install 'fedhassle[export]'" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_fails_without_a_name_says_how(finished, tmp_path, monkeypatch):
+    """As extensions do whose libraries are missing."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "onnxruntime.py").write_text("raise ImportError('libgomp.so.1: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    monkeypatch.delitem(sys.modules, "onnxruntime")
+    code, _, err = call("export", finished[0], tmp_path / "x.onnx", "--onnx")
+    assert code == 2 and "libgomp.so.1: cannot open" in err and "None" not in err
+    assert "pip install 'fedhassle[export]'" in err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model", "summary.json", "."])
+def test_no_file_but_an_onnx_file_is_written_over(name, finished, tmp_path):
+    copy = shutil.copytree(finished[0], tmp_path / "copy")
+    before = (copy / "model.safetensors").read_bytes(), (copy / "summary.json").read_bytes()
+    code, out, err = call("export", copy, copy / name, "--onnx")
+    assert (code, out) == (2, "") and "let it end in .onnx" in err
+    assert ((copy / "model.safetensors").read_bytes(), (copy / "summary.json").read_bytes()) == before
+    assert not (copy / "model").exists()
 
 
 def test_the_format_has_to_be_said(finished):

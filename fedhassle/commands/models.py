@@ -154,6 +154,8 @@ def export(
     It is compared with PyTorch before it is put in its place. Needs: pip install 'fedhassle[export]'.
     """
     require(onnx, f"say what to export to: fedhassle export {path} --onnx")
+    named = out is None or out.suffix.lower() == ".onnx"
+    require(named, f"{out} is no name of an ONNX file, and may be that of another: let it end in .onnx")
     from fedhassle.export import export_onnx
     from fedhassle.model import chosen, load, model_file
 
