@@ -41,7 +41,7 @@ from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import flat, grouped
 from fedhassle.requested import Requested, from_json, parsed, to_json
 from fedhassle.rounds import Federation, Plan
-from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, begin, conduct, finish
+from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator
 from fedhassle.streams import QUIET
 from fedhassle.track import require_installed, tracking
@@ -239,9 +239,7 @@ def reopen(path: Path, device: str | None = None, load: Load = build_dataset) ->
     """A run that was cut, from whatever it left behind; `device` where it is not the one it began on."""
     folder = Folder(path)
     if folder.audit.exists():
-        raise UserError(
-            f"{path} is a federation's run: it goes on with fedhassle federation run FOLDER --out {path}"
-        )
+        raise UserError(f"{path} is a federation's run: it goes on with {way_on(folder)}")
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     return prepare(folder, device, load)

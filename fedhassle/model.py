@@ -19,7 +19,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, images_a_pass
-from fedhassle.runs import Folder
+from fedhassle.runs import Folder, way_on
 from fedhassle.vectors import Arrays
 
 
@@ -133,6 +133,6 @@ def model_file(path: Path) -> Path:
         return path
     folder = Folder(path)
     if not folder.model.exists():
-        hint = f": finish the run with fedhassle resume {path}" if folder.begun else ""
+        hint = f": finish the run with {way_on(folder)}" if folder.begun or folder.audit.exists() else ""
         raise UserError(f"{path} holds no {folder.model.name}{hint}")
     return folder.model

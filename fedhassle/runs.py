@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,6 +301,12 @@ def finished(path: Path) -> bool:
     return Folder(path).summary.exists() if path.is_dir() else path.suffix == ".json" or not path.exists()
 
 
+def way_on(folder: Folder) -> str:
+    """The command by which a run that was cut goes on; FOLDER is where its federation is at home."""
+    command = "federation run FOLDER --out" if folder.audit.exists() else "resume"
+    return f"fedhassle {command} {shlex.quote(str(folder.path))}"
+
+
 def read_summary(path: Path) -> Metrics:
     """The summary of a finished run, by its folder or by the file itself."""
     file = Folder(path).summary if path.is_dir() else path
@@ -307,7 +314,7 @@ def read_summary(path: Path) -> Metrics:
         summary: Metrics = json.loads(file.read_text("utf-8"))
         check_summary(summary)
     except FileNotFoundError as error:
-        hint = f": finish the run with fedhassle resume {path}" if Folder(path).config.exists() else ""
+        hint = f": finish the run with {way_on(Folder(path))}" if Folder(path).config.exists() else ""
         raise UserError(f"{file} does not exist{hint}") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is no summary of a run: {type(error).__name__}: {error}") from error

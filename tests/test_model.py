@@ -117,6 +117,23 @@ def test_a_runs_folder_stands_for_its_model(finished, words, tmp_path):
         fedhassle.load(tmp_path / "cut")
 
 
+def test_a_run_that_is_not_finished_says_the_command_that_finishes_it(words, tmp_path):
+    """As it can be pasted into a shell; a federation's run goes on otherwise than a simulated one."""
+    folder = tmp_path / "two words"
+    small.cut(words, folder, 1)
+    for command in ("predict", "compare"):
+        _, _, err = small.call(command, folder, *(["x.png"] if command == "predict" else []))
+        assert f"fedhassle resume '{folder}'" in " ".join(err.split())
+    (folder / "audit.jsonl").touch()
+    for command in ("predict", "compare"):
+        _, _, err = small.call(command, folder, *(["x.png"] if command == "predict" else []))
+        assert f"fedhassle federation run FOLDER --out '{folder}'" in " ".join(err.split())
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "audit.jsonl").touch()
+    with pytest.raises(fedhassle.UserError, match="fedhassle federation run FOLDER --out"):
+        fedhassle.load(tmp_path / "early")
+
+
 def test_predictions_are_those_of_each_mode(finished, images):
     model = fedhassle.load(finished[0])
     with np.load(images) as file:
