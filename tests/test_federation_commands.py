@@ -171,6 +171,18 @@ def test_the_name_of_a_site_is_that_of_its_key(tmp_path):
         site_name(folder, "../x")
 
 
+def test_the_coordinators_own_keys_are_no_sites(coordinator):
+    folder = FederationFolder(coordinator)
+    assert folder.ca_key.is_file() and folder.server_key.is_file()
+    with pytest.raises(UserError, match="holds no key"):
+        site_name(folder, None)
+    make_site_key(folder.site_key("north"), folder.site_public("north"), "north")
+    assert site_name(folder, None) == "north"
+    for name in ("ca", "server"):
+        with pytest.raises(UserError, match=f"cannot be called '{name}'.*choose another name"):
+            site_name(folder, name)
+
+
 @pytest.mark.parametrize(
     ("host", "listens"),
     [

@@ -6,6 +6,7 @@ import ssl
 import stat
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +181,28 @@ def test_a_federation_is_never_overwritten(coordinator):
     assert {path: path.read_bytes() for path in coordinator.rglob("*") if path.is_file()} == before
 
 
+def test_an_empty_folder_that_one_works_in_becomes_the_federation(tmp_path, monkeypatch):
+    """And stays the folder it is: a shell that stands in it would otherwise stand in none."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    before = Path.cwd().stat().st_ino
+    code, out, err = init(".", *CLASSES)
+    assert (code, err) == (0, "") and "for every site   federation.toml  ca.crt" in out
+    assert (tmp_path / "mine").stat().st_ino == before and [path.name for path in tmp_path.iterdir()] == [
+        "mine"
+    ]
+    files = {path.relative_to(Path()).as_posix() for path in Path().rglob("*") if path.is_file()}
+    assert files == {"federation.toml", "ca.crt", "server.crt", "private/ca.key", "private/server.key"}
+    assert mode(Path("private")) == 0o700 and read_agreement(Path()).data.class_names == ("a", "b")
+
+
+def test_a_place_that_cannot_be_moved_to_is_a_user_error_and_nothing_stays(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    code, out, err = init(tmp_path / "link", *CLASSES)
+    assert (code, out) == (2, "") and f"{tmp_path / 'link'} cannot be written: Not a directory" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
 # join
 
 
@@ -207,6 +230,8 @@ JOINS = {
         "ask the coordinator for the present federation.toml",
     ),
     "no such name": (lambda *_: ("--name", "../x"), "'../x' is no name for a site"),
+    "the authority's name": (lambda *_: ("--name", "ca"), "cannot be called 'ca'"),
+    "the server's name": (lambda *_: ("--name", "Server"), "cannot be called 'Server'"),
     "no images": (lambda given, _: ("--data", given / "none"), "none does not exist"),
     "a wrong class": (lambda _, images: (images / "cat").rename(images / "cow") and (), "'cow' is none of"),
     "no authority": (lambda given, _: (given / "ca.crt").unlink() or (), "ca.crt cannot be read"),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fedhassle.errors import require
 
+TAKEN = ("ca", "server")  # names of the coordinator's own keys; it may be a site too, in the same folder
+
 
 @dataclass(frozen=True)
 class FederationFolder:
@@ -61,11 +63,13 @@ class FederationFolder:
 
     @property
     def keys(self) -> list[str]:
-        """At a site: the names that there are private keys for; at the coordinator those of its own."""
-        return sorted(path.stem for path in self.private.glob("*.key"))
+        """At a site: the names that there are private keys for; the coordinator's own are no site's."""
+        return sorted(path.stem for path in self.private.glob("*.key") if path.stem.lower() not in TAKEN)
 
     def site_key(self, name: str) -> Path:
         """At a site: its private key."""
+        free = f"a site cannot be called {name!r}, as the coordinator's own keys are: choose another name"
+        require(name.lower() not in TAKEN, free)
         return self.private / f"{checked_name(name)}.key"
 
     def site_public(self, name: str) -> Path:

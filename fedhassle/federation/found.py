@@ -70,24 +70,37 @@ def _rounded(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def found_federation(agreement: Agreement, out: Path, also: Sequence[str] = ()) -> FederationFolder:
-    """Makes the folder of a new federation, whole or not at all; `also` are other names of the server."""
+    """Makes the folder of a new federation, whole or not at all; `also` are other names of the server.
+
+    An empty folder that is there stays the one it is: it may be the one that somebody is working in.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             f"{out} exists already and is not empty: choose another folder, nothing is overwritten"
         )
     names = [parsed_address(agreement.address).host, *also, *HERE]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=".writing-"))
+        home = out if out.is_dir() else out.parent
+        home.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=home, prefix=".writing-"))
+        try:
+            made = FederationFolder(temporary)
+            write_agreement(agreement, made.agreement)
+            make_ca(made.ca_key, made.ca, agreement.name)
+            make_server_certificate(made.server_key, made.certificate, made.ca_key, made.ca, names)
+            _put_in_place(made, FederationFolder(out))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
-    try:
-        made = FederationFolder(temporary)
-        write_agreement(agreement, made.agreement)
-        make_ca(made.ca_key, made.ca, agreement.name)
-        make_server_certificate(made.server_key, made.certificate, made.ca_key, made.ca, names)
-        temporary.chmod(0o755)
-        temporary.replace(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return FederationFolder(out)
+
+
+def _put_in_place(made: FederationFolder, wanted: FederationFolder) -> None:
+    """Moves a finished folder, or what is in it into one that is there; the file for the sites comes last."""
+    if not wanted.path.is_dir():
+        made.path.chmod(0o755)
+        made.path.replace(wanted.path)
+        return
+    for part in sorted(made.path.iterdir(), key=lambda part: part == made.agreement):
+        part.replace(wanted.path / part.name)
