@@ -34,7 +34,7 @@ from fedhassle.version import FLOWER
 @pytest.fixture
 def coordinator(tmp_path):
     folder, port = tmp_path / "federation", processes.free_port()
-    words = ("--classes", "cat,dog", "--size", 8, "--channels", 1, "--out", folder, "rounds=2")
+    words = ("--classes", "cat,dog", "--size", 12, "--channels", 1, "--out", folder, "rounds=2")
     assert call("federation", "init", "--address", f"127.0.0.1:{port}", *words)[0] == 0
     return folder
 
@@ -43,7 +43,7 @@ def coordinator(tmp_path):
 def pictures(tmp_path):
     for k, name in enumerate(("cat/1.png", "dog/2.png", "unlabelled/3.png")):
         (tmp_path / "images" / name).parent.mkdir(parents=True)
-        Image.fromarray(np.full((8, 8), 50 * k, np.uint8)).save(tmp_path / "images" / name)
+        Image.fromarray(np.full((12, 12), 50 * k, np.uint8)).save(tmp_path / "images" / name)
     return tmp_path / "images"
 
 

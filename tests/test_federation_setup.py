@@ -34,7 +34,7 @@ def founded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("coordinator") / "federation"
     code, out, err = init(
         *(folder, "method=fedavg", "rounds=3", "method.epochs=2", "--name", "Zoo"),
-        *("--classes", "cat, dog", "--size", "8x10", "--channels", 1, "--also", "fl.example.org"),
+        *("--classes", "cat, dog", "--size", "12x14", "--channels", 1, "--also", "fl.example.org"),
     )
     assert (code, err) == (0, "")
     return folder, out
@@ -55,7 +55,7 @@ def site(founded, tmp_path):
         shutil.copy(founded[0] / name, given)
     for name in ("cat/1.png", "dog/2.png", "unlabelled/3.png"):
         (tmp_path / "images" / name).parent.mkdir(parents=True)
-        Image.fromarray(np.zeros((8, 10), np.uint8)).save(tmp_path / "images" / name)
+        Image.fromarray(np.zeros((12, 14), np.uint8)).save(tmp_path / "images" / name)
     return given, tmp_path / "images"
 
 
@@ -75,7 +75,7 @@ def test_init_writes_the_file_and_the_certificates(founded):
     found = read_agreement(folder)
     assert (found.name, found.address) == ("Zoo", "127.0.0.1:8443")
     assert found.data.class_names == ("cat", "dog")
-    assert (found.data.height, found.data.width, found.data.channels) == (8, 10, 1)
+    assert (found.data.height, found.data.width, found.data.channels) == (12, 14, 1)
     assert (found.data.mean, found.data.std, found.data.flip, found.data.crop) == ((0.0,), (1.0,), True, 1)
     assert found.run == {
         "method": {"name": "fedavg", "epochs": 2},
@@ -118,14 +118,14 @@ def test_init_like_a_data_set(tmp_path):
 
 
 def test_init_from_a_folder(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 200, (4, 8, 10), np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 200, (4, 12, 14), np.uint8)
     for k, name in enumerate(("cat/1.png", "cat/2.png", "dog/3.png", "unlabelled/4.png")):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels[k]).save(tmp_path / "images" / name)
     words = ("--from-folder", tmp_path / "images")
     assert init(tmp_path / "a", *words)[0] == 0
     found = read_agreement(tmp_path / "a").data
-    assert found.form.class_names == ("cat", "dog") and (found.height, found.width) == (8, 10)
+    assert found.form.class_names == ("cat", "dog") and (found.height, found.width) == (12, 14)
     assert found.channels == 1
     assert found.mean == (round(float((pixels / 255).mean()), 4),)
     assert found.std == (round(float((pixels / 255).std()), 4),)
@@ -152,6 +152,12 @@ BAD = {
     "no such setting": ((*CLASSES, "round=3"), "did you mean 'rounds'?"),
     "all data in one place": ((*CLASSES, "method=central"), "needs all data in one place"),
     "no such method": ((*CLASSES, "method=fedavgg"), "did you mean 'fedavg'?"),
+    "no such network": ((*CLASSES, "net=resnet9"), "unknown network 'resnet9', did you mean 'resnet8'?"),
+    "images too small": (
+        ("--classes", "a,b", "--size", "3", "--channels", "1"),
+        "net 'lenet' cannot be built",
+    ),
+    "a value of the method": ((*CLASSES, "method.batch=0"), "method.batch"),
     "a setting of the simulator": ((*CLASSES, "split.alpha=1"), "run.split has no place here"),
     "no setting": ((*CLASSES, "fedavg"), "KEY=VALUE"),
     "no other name": ((*CLASSES, "--also", "a b"), "neither a host name nor an IP address"),

@@ -14,7 +14,6 @@ import tomli_w
 import torch
 
 from fedhassle.arrays import read_arrays, write_arrays
-from fedhassle.build import build_method, build_net, completed
 from fedhassle.data.partition import Split
 from fedhassle.data.views import make_views
 from fedhassle.errors import UserError, require
@@ -25,7 +24,7 @@ from fedhassle.federation.grid import Grid
 from fedhassle.federation.messages import Introduction, to_json
 from fedhassle.federation.server import FlowerFederation
 from fedhassle.federation.sites import Clock, Sites
-from fedhassle.federation.terms import described, settings_in, settled
+from fedhassle.federation.terms import described, method_of, settings_in, settled
 from fedhassle.files import locked, write_text
 from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
@@ -90,8 +89,7 @@ def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction
     """The run that is agreed on, or the one that the folder holds; its settings are written down."""
     settings, dataset = settings_in(folder, agreement), described(agreement)
     require_installed(settings.track or ())
-    name, values = settings.method.name, settings.method.settings
-    method = completed(build_method(name, values, build_net(settings, dataset)), rounds=settings.rounds)
+    method = method_of(settings, dataset)
     settings = settled(settings, method)
     tables = settings.as_toml()
     tables.pop("split")  # who holds what is not the server's to say

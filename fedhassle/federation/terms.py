@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.build import build_engine
+from fedhassle.build import build_engine, build_method, build_net, completed
 from fedhassle.config import MethodSettings, Settings, method_class, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.engine import Engine
@@ -45,6 +45,12 @@ def run_settings(agreement: Agreement) -> Settings:
         f"method {name!r} needs all data in one place: it is no federation's (try fedhassle run)",
     )
     return settings
+
+
+def method_of(settings: Settings, dataset: Dataset) -> Method:
+    """The method of a federation's run, with its network; what cannot be built is an error."""
+    method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
+    return completed(method, rounds=settings.rounds)
 
 
 def settings_in(folder: Folder, agreement: Agreement) -> Settings:
