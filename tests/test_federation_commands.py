@@ -107,6 +107,19 @@ def test_run_refuses_a_folder_that_is_taken_and_a_method_that_pools(coordinator,
     assert code == 2 and "'central' needs all data in one place" in err and not (tmp_path / "x").exists()
 
 
+def test_a_test_set_that_cannot_be_used_is_refused_before_the_run(coordinator, pictures, tmp_path):
+    """With what is wrong: the server is never asked."""
+    (tmp_path / "empty").mkdir()
+    (pictures / "cow").mkdir()
+    (pictures / "cat" / "1.png").rename(pictures / "cow" / "1.png")
+    np.savez(tmp_path / "bare.npz", x=np.zeros((2, 12, 12), np.uint8), y=[-1, -1])
+    for name, message in (("empty", "holds no images"), ("images", "'cow' is none of the classes")):
+        code, _, err = call("federation", "run", coordinator, "--test", tmp_path / name)
+        assert code == 2 and message in err and "no server answers" not in err
+    code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "bare.npz")
+    assert code == 2 and "holds no labelled images" in err
+
+
 def test_a_federations_run_is_not_resumed_as_a_simulated_one(tmp_path):
     for name in ("config.toml", "audit.jsonl"):
         (tmp_path / name).touch()

@@ -189,6 +189,19 @@ def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
     assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
 
 
+def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tmp_path):
+    """In its audit log, where whoever follows the run looks: it goes on in another process."""
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    (tmp_path / "test").mkdir()
+    with pytest.raises(UserError, match="holds no images"):
+        carried_out(folder.path, agreed, grid, tmp_path / "test")
+    with pytest.raises(UserError, match=r"the run has stopped: .*test holds no images"):
+        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+    small.save_images(tmp_path / "test.npz", small.dataset())
+    carried_out(folder.path, agreed, grid, tmp_path / "test.npz")
+    assert "test" in metrics_of(folder.path)[-1]
+
+
 def test_nobody_to_judge_is_an_error_at_once(tmp_path):
     agreed = terms(run=RUN)
     with pytest.raises(UserError, match="nobody could say how good the model is"):

@@ -140,6 +140,7 @@ def run(
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
+    from fedhassle.federation.coordinate import coordinators_images
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.terms import headline_of, settings_in
     from fedhassle.launch import default_folder
@@ -152,7 +153,10 @@ def run(
     path = out or default_folder(Requested((*run_request(agreement).layers, named)))
     place = Folder(path.resolve())
     check_place(place, path)
-    require(test is None or test.exists(), f"{test} does not exist")
+    if test is not None:
+        coordinators_images(
+            test, agreement
+        )  # here, where one sees what is wrong with them, and not at the server
     settings = settings_in(place, agreement)
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]

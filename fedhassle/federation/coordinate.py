@@ -15,6 +15,7 @@ import torch
 
 from fedhassle.arrays import read_arrays, write_arrays
 from fedhassle.data.partition import Split
+from fedhassle.data.site import read_site
 from fedhassle.data.views import make_views
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy
@@ -39,9 +40,16 @@ Images = tuple[np.ndarray, np.ndarray]
 
 
 def coordinate(
-    grid: Grid, agreement: Agreement, path: Path, test: Images | None = None, clock: Clock | None = None
+    grid: Grid,
+    agreement: Agreement,
+    path: Path,
+    test: Images | Path | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[Step]:
-    """Trains with the sites that are there; a folder that holds a run that was cut goes on with it."""
+    """Trains with the sites that are there; a folder that holds a run that was cut goes on with it.
+
+    `test`: labelled images at the server, or where they lie.
+    """
     folder = Folder(path)
     path.mkdir(parents=True, exist_ok=True)
     require(not folder.summary.exists(), f"{path} holds a finished run: choose another folder")
@@ -49,13 +57,14 @@ def coordinate(
         audit = Audit(folder.audit)
         try:
             uid = identity(audit, agreement)
+            images = coordinators_images(test, agreement) if isinstance(test, Path) else test
             rules = agreement.rules
             sites = Sites(grid, agreement, audit, clock)
             there = sites.gather(rules.minimum_sites, min(PATIENCE, rules.wait))
             run = prepared(folder, agreement, there)
             federation = FlowerFederation(sites, plan(uid, run), Memory(folder.memory))
-            judge = Judge(run, federation, test)
-            require_judges(there, test)
+            judge = Judge(run, federation, images)
+            require_judges(there, images)
             for step in carry_on(run, federation, judge, about(agreement, run, there)):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
@@ -83,6 +92,12 @@ def identity(audit: Audit, agreement: Agreement) -> str:
     uid = uuid.uuid4().hex
     audit.write("created", run=uid, federation=agreement.name, agreed=agreed)
     return uid
+
+
+def coordinators_images(path: Path, agreement: Agreement) -> Images:
+    """The labelled images of a folder or an .npz, as agreed; none that can be used is an error."""
+    site = read_site(path, agreement.data.form, labelled_only=True)
+    return site.x, site.y
 
 
 def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction]) -> Run:

@@ -7,7 +7,6 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedhassle.data.site import read_site
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.grid import FlowerGrid
@@ -20,10 +19,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Carries a run out in the folder and by the file that it was submitted with."""
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
-    agreement, images = read_agreement(Path(file)), None
-    if test:
-        site = read_site(Path(test), agreement.data.form, labelled_only=True)
-        images = site.x, site.y
+    agreement = read_agreement(Path(file))
     hurry_server()
-    for _ in coordinate(FlowerGrid(grid), agreement, Path(folder), images):
+    for _ in coordinate(FlowerGrid(grid), agreement, Path(folder), Path(test) if test else None):
         pass
