@@ -102,9 +102,14 @@ def test_run_refuses_a_folder_that_is_taken_and_a_method_that_pools(coordinator,
     code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "none")
     assert code == 2 and "none does not exist" in err
     file = coordinator / "federation.toml"
-    file.write_text(file.read_text().replace('name = "hassle"', 'name = "central"'))
-    code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "x")
-    assert code == 2 and "'central' needs all data in one place" in err and not (tmp_path / "x").exists()
+    text = file.read_text()
+    for old, new, message in (
+        ('name = "hassle"', 'name = "central"', "'central' needs all data in one place"),
+        ('net = "lenet"', 'net = "lenett"', "unknown network 'lenett', did you mean 'lenet'?"),
+    ):
+        file.write_text(text.replace(old, new))
+        code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "x")
+        assert code == 2 and message in err and not (tmp_path / "x").exists()
 
 
 def test_a_test_set_that_cannot_be_used_is_refused_before_the_run(coordinator, pictures, tmp_path):

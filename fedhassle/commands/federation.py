@@ -142,7 +142,7 @@ def run(
     from fedhassle.federation.agreement import read_agreement, run_request
     from fedhassle.federation.coordinate import coordinators_images
     from fedhassle.federation.folder import federation_folder
-    from fedhassle.federation.terms import headline_of, settings_in
+    from fedhassle.federation.terms import described, headline_of, method_of, settings_in
     from fedhassle.launch import default_folder
     from fedhassle.requested import Requested
     from fedhassle.runs import Folder
@@ -158,6 +158,7 @@ def run(
             test, agreement
         )  # here, where one sees what is wrong with them, and not at the server
     settings = settings_in(place, agreement)
+    method_of(settings, described(agreement))  # what cannot be built is said before sites are waited for
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
