@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedhassle.names import counted
-from fedhassle.runs import Metrics, averaged
+from fedhassle.runs import LAST, STANDS_IN, Metrics, averaged
 
 MOST_NAMES = 30  # classes that are listed
 
@@ -71,10 +71,20 @@ def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.sa
 def tested_on(summary: Mapping[str, Any]) -> str:
     """The images that accuracies were measured on."""
     if "sites" in summary:
-        return "the validation images that the sites keep"
+        return tested_at(summary)
     held = summary["settings"]["data"].get("holdout")
     kind = f"{held:.0%} of the training images" if held else "the test images"
     return f"{kind} of {cell(summary['data'])}"
+
+
+def tested_at(summary: Mapping[str, Any]) -> str:
+    """Whose images a federation's accuracies, those that the card shows, were measured on."""
+    sites, coordinator = "the validation images that the sites keep", "the images that the coordinator keeps"
+    shown = summary["history"][-LAST:]
+    stood_in = sum(STANDS_IN in metrics for metrics in shown)
+    if stood_in in (0, len(shown)):
+        return coordinator if stood_in else sites
+    return f"{sites} (at {stood_in} of {len(shown)} evaluations no site could tell: on {coordinator})"
 
 
 def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ Metrics = dict[str, Any]
 """Plain data as JSON has it: a line of metrics.jsonl (what happened since the line before), or a summary."""
 
 KINDS = ("full", "partial", "unlabelled")
+STANDS_IN = "test_stands_in"  # in a line of metrics: its accuracy is that on the coordinator's images
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 

@@ -7,6 +7,7 @@ from small import call, summary_of
 
 import fedhassle
 from fedhassle.card import model_card
+from fedhassle.runs import STANDS_IN
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,22 @@ def test_the_card_of_a_federations_model_knows_its_sites(made):
     assert found["rounds"] == "4, 3 sites in each"
     assert found["trained on"].startswith("the sites' own machines in ")
     assert "On the validation images that the sites keep, which took no part in training" in card
+
+
+def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
+    summary, about = made
+    lines = summary["history"]
+    stood_in = [{**metrics, STANDS_IN: True} for metrics in lines]
+    for history, expected in (
+        (lines, "On the validation images that the sites keep, which took no part"),
+        (stood_in, "On the images that the coordinator keeps, which took no part"),
+        (stood_in + 5 * lines, "On the validation images that the sites keep, which took no part"),
+        (
+            lines + stood_in[:1],
+            "On the validation images that the sites keep (at 1 of 3 evaluations no site ",
+        ),
+    ):
+        assert expected in model_card({**summary, "sites": {"north": {}}, "history": history}, about)
 
 
 def test_the_limits_are_two_sentences(made):

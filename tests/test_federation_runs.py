@@ -189,6 +189,17 @@ def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
     assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
 
 
+def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
+    """And nothing says that sites did."""
+    data, agreed = small.dataset(), terms(validation=0.0, run=RUN)
+    small.save_images(tmp_path / "test.npz", data)
+    carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed), tmp_path / "test.npz")
+    for line in metrics_of(tmp_path / "run"):
+        assert line["accuracy"] == line["test"] and line["test_stands_in"] is True
+    card = (tmp_path / "run" / "model.md").read_text("utf-8")
+    assert "On the images that the coordinator keeps" in card and "sites keep" not in card
+
+
 def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tmp_path):
     """In its audit log, where whoever follows the run looks: it goes on in another process."""
     grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")

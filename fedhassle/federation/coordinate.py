@@ -29,7 +29,7 @@ from fedhassle.federation.terms import described, method_of, settings_in, settle
 from fedhassle.files import locked, write_text
 from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
-from fedhassle.runs import Folder, Scores, Step
+from fedhassle.runs import STANDS_IN, Folder, Scores, Step
 from fedhassle.track import require_installed
 from fedhassle.vectors import Arrays
 
@@ -149,11 +149,14 @@ class Judge:
         self.best = best_so_far(run.folder)
 
     def __call__(self, state: Arrays, t: int) -> Scores | None:
-        """Accuracy on the sites' validation images; if there are test images at the server, on these too."""
+        """Accuracy on the sites' validation images; if there are test images at the server, on these too.
+
+        Where no site can tell, these stand in, and the line of metrics says so.
+        """
         scores, run = self.federation.evaluate(self.run.method, state, t), self.run
         if self.test is not None:
             tested = self._tested(state)
-            scores = Scores(tested) if scores is None else scores
+            scores = Scores(tested, {STANDS_IN: True}) if scores is None else scores
             scores = Scores(scores.accuracy, {**scores.more, "test": tested})
         if scores is None:
             return None
