@@ -22,6 +22,7 @@ from fedhassle.federation import attending, control, hosting, processes
 from fedhassle.federation.admission import AdmittedSite, admit_site
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.attending import kept, site_name
+from fedhassle.federation.audit import Audit
 from fedhassle.federation.demo import write_places
 from fedhassle.federation.folder import FederationFolder
 from fedhassle.federation.keys import make_site_key, read_public_key
@@ -123,6 +124,25 @@ def test_a_test_set_that_cannot_be_used_is_refused_before_the_run(coordinator, p
         assert code == 2 and message in err and "no server answers" not in err
     code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "bare.npz")
     assert code == 2 and "holds no labelled images" in err
+
+
+def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, pictures, tmp_path):
+    """As far as one comes without a server: what it is told, and the command to go on with."""
+    run = tmp_path / "run"
+    Audit(run / "audit.jsonl").write("created", run="x", test=str(pictures))
+    code, out, err = call("federation", "run", coordinator, "--out", run)
+    assert code == 2 and "no server answers" in err and f"tested on {pictures}, as before" in one_line(out)
+    assert f"go on with: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(err)
+    moved = pictures.rename(tmp_path / "moved")
+    code, out, err = call("federation", "run", coordinator, "--out", run)
+    assert code == 2 and f"{pictures} does not exist" in err and "name another with --test" in one_line(err)
+    code, out, err = call("federation", "run", coordinator, "--out", run, "--test", moved)
+    assert "no server answers" in err and f"--test {moved}" in one_line(err) and "as before" not in out
+
+
+def one_line(text):
+    """A text whose lines may be broken anywhere."""
+    return " ".join(text.split())
 
 
 def test_a_federations_run_is_not_resumed_as_a_simulated_one(tmp_path):

@@ -11,6 +11,7 @@ from small import metrics_of, same, summary_of, tensors_of
 import fedhassle
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
+from fedhassle.federation.audit import Audit
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.following import Seen, followed, so_far
 from fedhassle.runs import Folder
@@ -198,6 +199,26 @@ def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
         assert line["accuracy"] == line["test"] and line["test_stands_in"] is True
     card = (tmp_path / "run" / "model.md").read_text("utf-8")
     assert "On the images that the coordinator keeps" in card and "sites keep" not in card
+
+
+def test_the_audit_log_knows_what_a_run_is_tested_on(agreed, tmp_path):
+    """As it was told last; who goes on without a word has said nothing against it."""
+    grid, audit = network(tmp_path / "sites", agreed), Audit(tmp_path / "run" / "audit.jsonl")
+    assert audit.tested_on() == ""
+    for name in ("a.npz", "b.npz"):
+        small.save_images(tmp_path / name, small.dataset())
+    for given, known in ((None, ""), ("a.npz", "a.npz"), (None, "a.npz"), ("b.npz", "b.npz")):
+        test = tmp_path / given if given else None
+        steps = coordinate(grid, agreed, tmp_path / "run", test, Flying().clock)
+        next(steps)
+        steps.close()
+        assert audit.tested_on() == (str(tmp_path / known) if known else "")
+    assert [event["test"] for event in events_of(tmp_path / "run") if event["event"] == "testing"] == [
+        str(tmp_path / "a.npz"),
+        str(tmp_path / "b.npz"),
+    ]
+    carried_out(tmp_path / "other", agreed, grid, tmp_path / "a.npz")
+    assert events_of(tmp_path / "other")[0]["test"] == str(tmp_path / "a.npz")
 
 
 def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tmp_path):

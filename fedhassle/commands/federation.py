@@ -23,6 +23,7 @@ from fedhassle.names import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fedhassle.federation.agreement import Agreement
     from fedhassle.federation.folder import FederationFolder
     from fedhassle.federation.preflight import Check
     from fedhassle.runs import Folder
@@ -140,7 +141,6 @@ def run(
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
-    from fedhassle.federation.coordinate import coordinators_images
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.terms import described, headline_of, method_of, settings_in
     from fedhassle.launch import default_folder
@@ -153,10 +153,7 @@ def run(
     path = out or default_folder(Requested((*run_request(agreement).layers, named)))
     place = Folder(path.resolve())
     check_place(place, path)
-    if test is not None:
-        coordinators_images(
-            test, agreement
-        )  # here, where one sees what is wrong with them, and not at the server
+    test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
     method_of(settings, described(agreement))  # what cannot be built is said before sites are waited for
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
@@ -183,6 +180,28 @@ def check_place(place: Folder, path: Path) -> None:
     if not place.audit.exists() and place.path.exists():
         fits = place.path.is_dir() and not any(place.path.iterdir())
         require(fits, f"{path} exists and is not an empty folder: choose another --out")
+
+
+def checked_test(test: Path | None, place: Folder, agreement: Agreement) -> Path | None:
+    """The test set that is named, or else that of the run that goes on; what cannot be used is an error.
+
+    It is read here, where one sees what is wrong with it, and not at the server alone.
+    """
+    from fedhassle.federation.audit import Audit
+    from fedhassle.federation.coordinate import coordinators_images
+
+    known = Audit(place.audit).tested_on() if test is None and place.audit.exists() else ""
+    if test is None and not known:
+        return None
+    path = test or Path(known)
+    try:
+        coordinators_images(path, agreement)
+    except UserError as error:
+        advice = f"; the run was tested on {path} so far: put it back, or name another with --test"
+        raise UserError(f"{error}{advice if known else ''}") from error
+    if known:
+        say(f"tested on {path}, as before")
+    return path
 
 
 def follow_run(

@@ -33,6 +33,10 @@ class Audit:
             return []
         return list(whole_lines(self.path.read_text("utf-8", errors="replace").splitlines(keepends=True)))
 
+    def tested_on(self) -> str:
+        """Where the test images of a run lie, as it was told last; empty where it has none."""
+        return next((str(event["test"]) for event in reversed(self.read()) if event.get("test")), "")
+
     def contributions(self, t: int) -> dict[str, int]:
         """Of each site the last round up to t that its update was merged in."""
         merged: dict[int, list[str]] = {}

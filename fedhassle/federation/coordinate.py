@@ -56,7 +56,7 @@ def coordinate(
     with locked(path), logging_to(folder.log, alone=True):
         audit = Audit(folder.audit)
         try:
-            uid = identity(audit, agreement)
+            uid = identity(audit, agreement, str(test.resolve()) if isinstance(test, Path) else "")
             images = coordinators_images(test, agreement) if isinstance(test, Path) else test
             rules = agreement.rules
             sites = Sites(grid, agreement, audit, clock)
@@ -79,8 +79,11 @@ def coordinate(
         audit.write("finished")
 
 
-def identity(audit: Audit, agreement: Agreement) -> str:
-    """The name under which sites keep what they keep for this run; the first line of its audit log."""
+def identity(audit: Audit, agreement: Agreement, test: str = "") -> str:
+    """The name under which sites keep what they keep for this run; the first line of its audit log.
+
+    Where its test images lie is written there too, and again when it goes on with others.
+    """
     agreed = agreement_hash(agreement)
     for event in audit.read():
         if event["event"] == "created":
@@ -88,9 +91,11 @@ def identity(audit: Audit, agreement: Agreement) -> str:
                 event["agreed"] == agreed,
                 "federation.toml has changed since this run began, in what sites share: begin another run",
             )
+            if test not in ("", audit.tested_on()):
+                audit.write("testing", test=test)
             return str(event["run"])
     uid = uuid.uuid4().hex
-    audit.write("created", run=uid, federation=agreement.name, agreed=agreed)
+    audit.write("created", run=uid, federation=agreement.name, agreed=agreed, test=test)
     return uid
 
 
