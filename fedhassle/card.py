@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedhassle.names import counted
-from fedhassle.runs import LAST, STANDS_IN, Metrics, averaged
+from fedhassle.runs import LAST, STANDS_IN, Metrics, averaged, on_test_images
 
 MOST_NAMES = 30  # classes that are listed
 
@@ -25,8 +25,6 @@ of fedhassle {version}.
 On {test}, which took no part in training, in per cent. The first column is the mean of the \
 last {evaluations} of the run (never its best round); the file holds the model of the last round.
 
-| prediction | last {evaluations} | last round |
-|---|---|---|
 {scores}
 
 ## Intended use and limits
@@ -49,12 +47,9 @@ fedhassle export {file} --onnx
 def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.safetensors") -> str:
     """The card of a finished run, from its summary and from what its model file says of itself."""
     facts = "\n".join(f"| {what} | {cell(value)} |" for what, value in facts_of(summary, about).items())
-    rows = [
-        f"| {'**' if name == summary['headline'] else ''}{cell(name)}"
-        f"{'**' if name == summary['headline'] else ''} "
-        f"| {100 * score['mean_of_last']:.2f} | {100 * score['last']:.2f} |"
-        for name, score in summary["accuracy"].items()
-    ]
+    tables, tested = [table(summary)], on_test_images(summary)
+    if tested is not None:
+        tables += ["And on the images that the coordinator keeps for a test:", table(tested)]
     return PAGE.format(
         method=cell(summary["method"]),
         data=cell(summary["data"]),
@@ -63,9 +58,22 @@ def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.sa
         evaluations=counted(averaged(summary), "evaluation"),
         version=summary["versions"]["fedhassle"],
         facts=facts,
-        scores="\n".join(rows),
+        scores="\n\n".join(tables),
         file=file,
     )
+
+
+def table(summary: Metrics) -> str:
+    """The accuracy of each prediction, in per cent."""
+    lines = [
+        f"| prediction | last {counted(averaged(summary), 'evaluation')} | last round |",
+        "|---|---|---|",
+    ]
+    for name, score in summary["accuracy"].items():
+        bold = "**" if name == summary["headline"] else ""
+        figures = f"{100 * score['mean_of_last']:.2f} | {100 * score['last']:.2f}"
+        lines.append(f"| {bold}{cell(name)}{bold} | {figures} |")
+    return "\n".join(lines)
 
 
 def tested_on(summary: Mapping[str, Any]) -> str:

@@ -270,6 +270,15 @@ def averaged(summary: Metrics) -> int:
     return min(LAST, len(summary["history"]))
 
 
+def on_test_images(summary: Metrics) -> Metrics | None:
+    """The summary by the coordinator's test images, where they were measured beside the sites' own."""
+    lines = [metrics for metrics in summary["history"] if "test" in metrics]
+    if not lines or lines[-1] is not summary["history"][-1] or all(STANDS_IN in line for line in lines):
+        return None
+    history = [{**metrics, "accuracy": metrics["test"]} for metrics in lines]
+    return {**summary, "accuracy": final_scores(history), "history": history}
+
+
 def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
     """Writes the model from the last checkpoint; returns the summary, which its caller writes last."""
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))

@@ -202,11 +202,11 @@ def messages_on(console: Console, level: int = logging.INFO) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def final_table(summary: Metrics) -> Table:
-    """The accuracies of a finished run."""
+def final_table(summary: Metrics, title: str = "") -> Table:
+    """The accuracies of a finished run; without a title of its own, under what was trained."""
     rounds = counted(summary["rounds"], "round")
-    title = f"{summary['method']} on {summary['data']}, {rounds}, seed {summary['seed']}"
-    table = Table(title=escape(title), title_justify="left")
+    trained = f"{summary['method']} on {summary['data']}, {rounds}, seed {summary['seed']}"
+    table = Table(title=escape(title or trained), title_justify="left")
     table.add_column("prediction")
     for column in (f"last {counted(averaged(summary), 'evaluation')}", "last", "best"):
         table.add_column(column, justify="right")

@@ -91,6 +91,20 @@ def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
         assert expected in model_card({**summary, "sites": {"north": {}}, "history": history}, about)
 
 
+def test_the_card_has_the_figures_of_a_test_beside_validation(made):
+    """Means of the last ten, of those that have a test; without one at the end there is nothing to say."""
+    summary, about = made
+    lines = [{**summary["history"][-1], "test": {"EM": k / 20, "SM": 0.5}} for k in range(12)]
+    federation = {**summary, "sites": {"north": {}}}
+    card = model_card({**federation, "history": summary["history"] + lines}, about)
+    _, beside = card.split("And on the images that the coordinator keeps for a test:\n\n")
+    assert beside.startswith("| prediction | last 10 evaluations | last round |\n|---|---|---|\n")
+    assert "| **EM** | 32.50 | 55.00 |\n| SM | 50.00 | 50.00 |\n\n## Intended" in beside
+    alone = [{**line, STANDS_IN: True} for line in lines]
+    for history in (summary["history"], lines + summary["history"], alone):
+        assert "for a test" not in model_card({**federation, "history": history}, about)
+
+
 def test_the_limits_are_two_sentences(made):
     text = model_card(*made)
     limits = text[text.index("## Intended use and limits") :].split("\n\n")[1]

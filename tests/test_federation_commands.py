@@ -132,7 +132,9 @@ def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, picture
     Audit(run / "audit.jsonl").write("created", run="x", test=str(pictures))
     code, out, err = call("federation", "run", coordinator, "--out", run)
     assert code == 2 and "no server answers" in err and f"tested on {pictures}, as before" in one_line(out)
-    assert f"go on with: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(err)
+    assert f"go on with: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(
+        err
+    )
     moved = pictures.rename(tmp_path / "moved")
     code, out, err = call("federation", "run", coordinator, "--out", run)
     assert code == 2 and f"{pictures} does not exist" in err and "name another with --test" in one_line(err)

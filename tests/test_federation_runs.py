@@ -188,6 +188,12 @@ def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
     line, model = metrics_of(tmp_path / "run")[-1], tmp_path / "run" / "model.safetensors"
     said = fedhassle.load(model, allow_import=True).predict(data.x_test).classes
     assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
+    mean = np.mean([line["test"]["model"] for line in metrics_of(tmp_path / "run")])
+    row = [f"{100 * mean:.2f}", f"{100 * line['test']['model']:.2f}"]
+    assert f"| **model** | {row[0]} | {row[1]} |" in (tmp_path / "run" / "model.md").read_text("utf-8")
+    _, out, _ = small.call("resume", tmp_path / "run")
+    _, tested = out.split("on the coordinator's test images")
+    assert f"{row[0]} %" in tested and f"{row[1]} %" in tested
 
 
 def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):

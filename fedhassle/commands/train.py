@@ -141,11 +141,13 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
 
 def show_result(path: Path) -> None:
     """The table of a finished run, and where its files are."""
-    from fedhassle.runs import Folder, read_summary
+    from fedhassle.runs import Folder, on_test_images, read_summary
     from fedhassle.view import final_table
 
-    folder = Folder(path)
-    console.print(final_table(read_summary(path)))
+    folder, summary = Folder(path), read_summary(path)
+    console.print(final_table(summary))
+    if (tested := on_test_images(summary)) is not None:
+        console.print(final_table(tested, "the same on the coordinator's test images"))
     for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
         say(console, f"{what:8} {file}")
 
