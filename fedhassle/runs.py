@@ -276,7 +276,9 @@ def on_test_images(summary: Metrics) -> Metrics | None:
     if not lines or lines[-1] is not summary["history"][-1] or all(STANDS_IN in line for line in lines):
         return None
     history = [{**metrics, "accuracy": metrics["test"]} for metrics in lines]
-    return {**summary, "accuracy": final_scores(history), "history": history}
+    scores = final_scores(history)
+    in_order = {name: scores[name] for name in summary["accuracy"] if name in scores}
+    return {**summary, "accuracy": in_order, "history": history}
 
 
 def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
