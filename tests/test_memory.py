@@ -307,9 +307,8 @@ def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, 
     federation = Simulator(data, split, 0, ENGINE, 1, Memory(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
     start = begin(Folder(folder), method, plan.seed, CPU)
-    return conduct(
-        Folder(folder), method, federation, plan, lambda state, t: Scores({"model": 0.5}), every, start
-    )
+    found = Scores({method.headline: 0.5})
+    return conduct(Folder(folder), method, federation, plan, lambda state, t: found, every, start)
 
 
 def last_of(folder):
