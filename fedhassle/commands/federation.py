@@ -142,7 +142,7 @@ def run(
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
     from fedhassle.federation.folder import federation_folder
-    from fedhassle.federation.terms import described, headline_of, method_of, settings_in
+    from fedhassle.federation.terms import agreed_method, described, headline_of, settings_in
     from fedhassle.launch import default_folder
     from fedhassle.requested import Requested
     from fedhassle.runs import Folder
@@ -155,7 +155,7 @@ def run(
     check_place(place, path)
     test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
-    method_of(settings, described(agreement))  # what cannot be built is said before sites are waited for
+    agreed_method(settings, described(agreement))  # what cannot be built is said before sites are waited for
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])

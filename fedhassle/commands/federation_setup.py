@@ -140,12 +140,12 @@ def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
 def checked_run(agreement: Agreement) -> Agreement:
     """The agreement, with settings that a run can be built from, and the most important ones written out."""
     from fedhassle.federation.agreement import checked_agreement, to_toml
-    from fedhassle.federation.terms import described, method_of, run_settings
+    from fedhassle.federation.terms import agreed_method, described, run_settings
     from fedhassle.requested import overlaid
 
     checked_agreement(to_toml(agreement), "these options")  # before PyTorch is loaded
     settings = run_settings(agreement)
-    method_of(settings, described(agreement))
+    agreed_method(settings, described(agreement))
     shown = {
         "method": {"name": settings.method.name},
         "rounds": settings.rounds,

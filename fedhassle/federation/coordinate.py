@@ -25,7 +25,7 @@ from fedhassle.federation.grid import Grid
 from fedhassle.federation.messages import Introduction, to_json
 from fedhassle.federation.server import FlowerFederation
 from fedhassle.federation.sites import Clock, Sites
-from fedhassle.federation.terms import described, method_of, settings_in, settled
+from fedhassle.federation.terms import agreed_method, described, settings_in, settled
 from fedhassle.files import locked, write_text
 from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
@@ -109,7 +109,7 @@ def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction
     """The run that is agreed on, or the one that the folder holds; its settings are written down."""
     settings, dataset = settings_in(folder, agreement), described(agreement)
     require_installed(settings.track or ())
-    method = method_of(settings, dataset)
+    method = agreed_method(settings, dataset)
     settings = settled(settings, method)
     tables = settings.as_toml()
     tables.pop("split")  # who holds what is not the server's to say

@@ -47,7 +47,7 @@ def run_settings(agreement: Agreement) -> Settings:
     return settings
 
 
-def method_of(settings: Settings, dataset: Dataset) -> Method:
+def agreed_method(settings: Settings, dataset: Dataset) -> Method:
     """The method of a federation's run, with its network; what cannot be built is an error."""
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
     return completed(method, rounds=settings.rounds)
