@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedhassle.config import MACHINE, Settings, method_class
+from fedhassle.config import Settings, method_class
 from fedhassle.data import datasets, partition
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
@@ -21,6 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
+from fedhassle.runs import MACHINE
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:

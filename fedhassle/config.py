@@ -25,7 +25,6 @@ M = TypeVar("M", bound=BaseModel)
 
 COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won back (docs/speed.md)
 
-MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 DEVICES_OWN = ("device", "threads", "precision", "compile")  # those that go with a device
 
 REQUIRED = ("networks", "initial", "phases", "predict")  # what `Method` leaves to its heirs

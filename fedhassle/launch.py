@@ -167,8 +167,9 @@ def default_folder(requested: Requested) -> Path:
 def release(folder: Folder) -> None:
     """Gives back a folder whose request turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
-    for path in (folder.path, folder.path.parent):
-        if path in (folder.path, Path("runs")) and path.is_dir() and not any(path.iterdir()):
+    made = [folder.path, *([Path("runs")] if folder.path.parent == Path("runs") else [])]
+    for path in made:
+        if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
 
 

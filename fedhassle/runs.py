@@ -26,6 +26,7 @@ Metrics = dict[str, Any]
 
 KINDS = ("full", "partial", "unlabelled")
 STANDS_IN = "test_stands_in"  # in a line of metrics: its accuracy is that on the coordinator's images
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedhassle.config import MACHINE, resolve
+from fedhassle.config import resolve
 from fedhassle.data.site import ImageForm
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import (
@@ -19,6 +19,7 @@ from fedhassle.federation.agreement import (
     run_request,
     write_agreement,
 )
+from fedhassle.runs import MACHINE
 
 FILE = """
 format = 1

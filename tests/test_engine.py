@@ -11,12 +11,13 @@ from small import but_seconds, call, cut, metrics_of, resolved
 from torch import nn
 
 from fedhassle.build import build_engine
-from fedhassle.config import COMPILED_ROUNDS, MACHINE, Settings, resolved_compile, resolved_precision
+from fedhassle.config import COMPILED_ROUNDS, Settings, resolved_compile, resolved_precision
 from fedhassle.engine import LANES, Engine
 from fedhassle.errors import UserError
 from fedhassle.launch import claim, reopen
 from fedhassle.nets import LeNet, Net, ResNet8, Stem
 from fedhassle.requested import request
+from fedhassle.runs import MACHINE
 
 CPU, CUDNN, CUBLAS = small.CPU, torch.backends.cudnn, torch.backends.cuda.matmul
 BF16 = Engine(CPU, "bf16")

@@ -9,8 +9,8 @@ import torch
 from small import resolved
 
 from fedhassle.build import build_dataset, hash_before, settings_hash
-from fedhassle.config import MACHINE
 from fedhassle.methods import METHODS
+from fedhassle.runs import MACHINE
 
 
 def hash_of(dataset, *words):

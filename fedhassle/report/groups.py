@@ -10,10 +10,9 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedhassle.methods import METHODS
-from fedhassle.runs import Metrics
+from fedhassle.runs import MACHINE, Metrics
 
 PATHS = ("data.name", "split.file")
-MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # a label has it anyway, or it tells nothing
 
 
