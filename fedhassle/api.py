@@ -66,10 +66,13 @@ def run(
 ) -> Result:
     """Trains as `fedhassle run CONFIG KEY=VALUE …` does; keys of `settings` may be dotted.
 
-    A run that was cut goes on if `out` is its folder and nothing else is asked for.
+    If `out` is the folder of a run and nothing else is asked for, one that was cut goes on, and of one that
+    is finished the result is returned.
     """
     folder = Path(out) if out is not None else None
     if folder is not None and Folder(folder).begun and config is None and not settings:
+        if Folder(folder).finished:
+            return Result(folder, read_summary(folder))
         launched = reopen(folder)
     else:
         launched = start(request(config, settings or {}), folder)

@@ -130,9 +130,3 @@ def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
         return method_class(name)(net=net, **values)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error
-
-
-def completed(method: Method, **of_run: Any) -> Method:
-    """A method whose settings that are left open (None) are as its run has them."""
-    left = {key: value for key, value in of_run.items() if getattr(method, key, value) is None}
-    return dataclasses.replace(method, **left)

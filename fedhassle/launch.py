@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,6 @@ from fedhassle.build import (
     build_method,
     build_net,
     build_split,
-    completed,
     hash_before,
     settings_hash,
 )
@@ -36,10 +35,11 @@ from fedhassle.evaluate import accuracy
 from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
 from fedhassle.memory import Memory
 from fedhassle.method import Method
+from fedhassle.parallel import on_cores
 from fedhassle.provenance import hardware, machine, versions
 from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import flat, grouped
-from fedhassle.requested import Requested, from_json, parsed, to_json
+from fedhassle.requested import Requested, from_json, read_tables, to_json
 from fedhassle.rounds import Federation, Plan
 from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator
@@ -140,16 +140,23 @@ def checked(requested: Requested) -> Settings:
 
 def claim(requested: Requested, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
-    folder = Folder(Path(out) if out else default_folder(requested))
+    folder = Folder(Path(out) if out else new_folder(requested))
     if folder.begun:
-        raise UserError(
-            f"{folder.path} holds a run already: fedhassle resume {folder.path}, or another --out"
-        )
+        raise UserError(f"{folder.path} holds a run already: {way_on(folder)}, or another --out")
     remove_unfinished(folder.path)
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
         raise UserError(f"{folder.path} exists and is not an empty folder: choose another --out")
     write_text(folder.request, to_json(requested))
     return folder
+
+
+def new_folder(requested: Requested) -> Path:
+    """A folder of its own for a new run: it is made at once, so that nobody who starts now chooses it too."""
+    while True:
+        path = default_folder(requested)
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
 
 
 def default_folder(requested: Requested) -> Path:
@@ -177,7 +184,7 @@ def start(requested: Requested, out: Path | None = None, load: Load = build_data
     """A new run in its own folder."""
     folder = claim(requested, out)
     try:
-        return prepare(folder, load=load)
+        return prepare(folder, requested, load)
     except Exception:
         release(folder)
         raise
@@ -186,11 +193,12 @@ def start(requested: Requested, out: Path | None = None, load: Load = build_data
 def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = None) -> list[Run]:
     """New runs, each in a folder of its own beneath one for all."""
     require(bool(requests), "there is no run to make: each setting that varies needs a value at least")
-    home = Path(out) if out else default_folder(requests[0][1])
     twice = sorted({name for name, _ in requests if [n for n, _ in requests].count(name) > 1})
     if twice:
         raise UserError(f"{twice[0]!r} is there twice: each run needs a name of its own")
-    there, started, load = home.exists(), list[Run](), Loader()
+    there = out is not None and Path(out).exists()
+    home = Path(out) if out else new_folder(requests[0][1])
+    started, load = list[Run](), Loader()
     try:
         for name, (_, requested) in zip(folder_names([n for n, _ in requests]), requests, strict=True):
             started.append(start(requested, home / name, load))
@@ -243,15 +251,20 @@ def reopen(path: Path, device: str | None = None, load: Load = build_dataset) ->
         raise UserError(f"{path} is a federation's run: it goes on with {way_on(folder)}")
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
-    return prepare(folder, device, load)
-
-
-def prepare(folder: Folder, device: str | None = None, load: Load = build_dataset) -> Run:
-    """Builds all that a run needs; for another device than recorded, what suits that is chosen anew."""
     requested = recorded(folder)
-    if device is not None and resolved_device(device) != recorded_device(requested):
-        layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
-        requested = Requested((*layers, {"device": device}))
+    return prepare(folder, requested if device is None else moved(requested, device), load)
+
+
+def moved(requested: Requested, device: str) -> Requested:
+    """A request on another device, for which what suits that is chosen anew."""
+    if resolved_device(device) == recorded_device(requested):
+        return requested
+    layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
+    return Requested((*layers, {"device": device}))
+
+
+def prepare(folder: Folder, requested: Requested, load: Load = build_dataset) -> Run:
+    """Builds all that a run needs."""
     settings = checked(requested)
     dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
@@ -267,7 +280,7 @@ def method_of(settings: Settings, dataset: Dataset, split: Split) -> Method:
     name, values = settings.method.name, settings.method.settings
     method = build_method(name, values, build_net(settings, dataset))
     steps = steps_on_labels(split, drawn, method.epochs, method.batch)
-    return completed(method, rounds=settings.rounds, steps=steps)
+    return method.for_run(settings.rounds, steps)
 
 
 def recorded_device(requested: Requested) -> str:
@@ -279,7 +292,7 @@ def recorded_device(requested: Requested) -> str:
 def recorded(folder: Folder) -> Requested:
     """The settings that a folder holds, resolved or as they were asked for."""
     if folder.config.exists():
-        return Requested((parsed(folder.config.read_text("utf-8"), str(folder.config)),))
+        return Requested((read_tables(folder.config),))
     try:
         return from_json(folder.request.read_text("utf-8"))
     except ValueError as error:
@@ -293,7 +306,6 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
 
     `sharing`: how many runs share the process and its GPU, this one included.
     """
-    torch.set_num_threads(1)  # clients run side by side instead: `side_by_side` says why
     settings = run.settings
     memory = Memory(run.folder.memory)
     engine = build_engine(settings)
@@ -308,7 +320,12 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
         with QUIET.broken():
             return Scores(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
 
-    with locked(run.folder.path), logging_to(run.folder.log, sharing == 1), engine.active():
+    with (
+        locked(run.folder.path),
+        logging_to(run.folder.log, sharing == 1),
+        engine.active(),
+        on_cores(1),  # clients run side by side instead: `side_by_side` says why
+    ):
         record(run)
         yield from carry_on(run, simulator, evaluate)
 
@@ -336,9 +353,17 @@ def carry_on(
         model = about_model(run)
         summary = finish(run.folder, run.method, how, model)
         write_text(run.folder.card, model_card(summary, model))
-        draw_curves(grouped([summary]), run.folder.curves)
+        picture(run, summary)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
         trackers.end(summary)
+
+
+def picture(run: Run, summary: Metrics) -> None:
+    """Draws the accuracy by round; a picture that cannot be drawn is no reason to lose a result."""
+    try:
+        draw_curves(grouped([summary]), run.folder.curves)
+    except Exception as error:
+        log.warning("%s could not be drawn: %s: %s", run.folder.curves, type(error).__name__, error)
 
 
 def record(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 from torch import Tensor
@@ -220,6 +220,13 @@ class Method:
             self.clip is None or 0 <= self.clip < math.inf,
             f"clip must be at least 0 (0 = off), got {self.clip}",
         )
+
+    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+        """The method as its run has it: of so many rounds, in which FedAvg would make so many steps each.
+
+        The steps are all clients' together, on average; None where nobody knows all of them beforehand.
+        """
+        return self
 
     def networks(self) -> dict[str, Net]:
         """Every name that is a network, wherever it occurs."""

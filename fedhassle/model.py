@@ -133,6 +133,6 @@ def model_file(path: Path) -> Path:
         return path
     folder = Folder(path)
     if not folder.model.exists():
-        hint = f": finish the run with {way_on(folder)}" if folder.begun or folder.audit.exists() else ""
+        hint = f": finish the run with {way_on(folder)}" if folder.begun else ""
         raise UserError(f"{path} holds no {folder.model.name}{hint}")
     return folder.model

@@ -62,18 +62,22 @@ def read_toml(name: str, folder: str, what: str) -> Settings:
     """A TOML file: one that the package ships in a folder, by its name, or a user's own by its path."""
     known = shipped(folder)
     if name in known:
-        text = known[name].read_text("utf-8")
-    elif name.endswith(".toml"):
-        try:
-            text = Path(name).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"the file {name} cannot be read: {error}") from error
-    else:
-        raise UserError(
-            f"unknown {what} {name!r}{nearest(name, known)} (there are {', '.join(known)}; a file ends in "
-            ".toml; a single setting is written KEY=VALUE)"
-        )
-    return parsed(text, name)
+        return parsed(known[name].read_text("utf-8"), name)
+    if name.endswith(".toml"):
+        return read_tables(Path(name))
+    raise UserError(
+        f"unknown {what} {name!r}{nearest(name, known)} (there are {', '.join(known)}; a file ends in "
+        ".toml; a single setting is written KEY=VALUE)"
+    )
+
+
+def read_tables(path: Path) -> Settings:
+    """A TOML file as tables."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the file {path} cannot be read: {error}") from error
+    return parsed(text, str(path))
 
 
 def parsed(text: str, where: str) -> Settings:

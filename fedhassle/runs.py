@@ -37,8 +37,13 @@ class Folder(NamedTuple):
 
     @property
     def begun(self) -> bool:
-        """Whether there is a run."""
-        return self.request.exists() or self.config.exists()
+        """Whether there is a run, here or in a federation."""
+        return self.request.exists() or self.config.exists() or self.audit.exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run there has come to its end."""
+        return self.config.exists() and self.summary.exists()
 
     @property
     def request(self) -> Path:
@@ -314,10 +319,10 @@ def finished(path: Path) -> bool:
     return Folder(path).summary.exists() if path.is_dir() else path.suffix == ".json" or not path.exists()
 
 
-def way_on(folder: Folder) -> str:
-    """The command by which a run that was cut goes on; FOLDER is where its federation is at home."""
-    command = "federation run FOLDER --out" if folder.audit.exists() else "resume"
-    return f"fedhassle {command} {shlex.quote(str(folder.path))}"
+def way_on(*folders: Folder) -> str:
+    """The command by which runs that were cut go on; FOLDER is where a run's federation is at home."""
+    command = "federation run FOLDER --out" if folders[0].audit.exists() else "resume"
+    return f"fedhassle {command} {shlex.join(str(folder.path) for folder in folders)}"
 
 
 def read_summary(path: Path) -> Metrics:
@@ -327,7 +332,7 @@ def read_summary(path: Path) -> Metrics:
         summary: Metrics = json.loads(file.read_text("utf-8"))
         check_summary(summary)
     except FileNotFoundError as error:
-        hint = f": finish the run with {way_on(Folder(path))}" if Folder(path).config.exists() else ""
+        hint = f": finish the run with {way_on(Folder(path))}" if Folder(path).begun else ""
         raise UserError(f"{file} does not exist{hint}") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is no summary of a run: {type(error).__name__}: {error}") from error

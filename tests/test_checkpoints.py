@@ -144,13 +144,14 @@ def test_a_file_that_is_lost_is_made_anew(name, eight_rounds, whole, tmp_path):
     assert_same_result(folder, whole)
 
 
+@pytest.mark.parametrize("damage", [lambda whole: truncated(whole)[:-1], lambda whole: b"\xff" + whole])
 @pytest.mark.parametrize("name", ["config.toml", "split.npz", "request.json"])
-def test_a_damaged_file_of_settings_or_split_is_a_user_error(name, eight_rounds, tmp_path):
+def test_a_damaged_file_of_settings_or_split_is_a_user_error(name, damage, eight_rounds, tmp_path):
     folder = tmp_path / "run"
     if name == "request.json":
         claim(request(None, eight_rounds), folder)
     else:
         cut(eight_rounds, folder, 3)
-    (folder / name).write_bytes(truncated((folder / name).read_bytes())[:-1])
+    (folder / name).write_bytes(damage((folder / name).read_bytes()))
     code, _, err = call("resume", folder)
     assert code == 2 and name in err

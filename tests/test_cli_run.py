@@ -3,7 +3,9 @@
 import hashlib
 import os
 import sys
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from PIL import Image
 from small import PNG, but_seconds, call, metrics_of, summary_of
 
 import fedhassle
+from fedhassle.launch import claim, recorded
+from fedhassle.requested import request
 
 
 def test_a_run_prints_plain_lines_then_a_table_and_its_files(finished):
@@ -177,6 +181,33 @@ def test_without_out_a_run_gets_a_folder_of_its_own(words, tmp_path, monkeypatch
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2 and all(folder.name.startswith("hassle-small-") for folder in folders)
     assert all((folder / "summary.json").exists() for folder in folders)
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    """Each keeps the settings that it was asked for."""
+    monkeypatch.chdir(tmp_path)
+    every, together = range(8), threading.Barrier(8)
+
+    def start(seed):
+        together.wait()
+        return claim(request("quick", [f"seed={seed}"]), None)
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(start, every))
+    assert len({folder.path for folder in folders}) == 8
+    assert [recorded(folder).top("seed", None) for folder in folders] == list(every)
+
+
+def test_a_picture_that_cannot_be_drawn_is_no_reason_to_lose_a_run(words, tmp_path, monkeypatch):
+    def fails(*_):
+        raise ValueError("no such symbol")
+
+    monkeypatch.setattr("fedhassle.launch.draw_curves", fails)
+    assert call("run", *words, "rounds=1", "--out", tmp_path / "run")[0] == 0
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (
+        "curves.png could not be drawn: ValueError: no such symbol" in (tmp_path / "run/log.txt").read_text()
+    )
 
 
 def test_one_round_is_no_rounds(words, tmp_path):

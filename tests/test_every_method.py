@@ -12,7 +12,7 @@ from small import call, metrics_of, resolved, tensors_of
 from test_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
-from fedhassle.build import build_method, completed
+from fedhassle.build import build_method
 from fedhassle.data.layout import PAPER
 from fedhassle.data.partition import pooled, split
 from fedhassle.errors import UserError
@@ -20,6 +20,7 @@ from fedhassle.evaluate import accuracy
 from fedhassle.launch import reopen
 from fedhassle.method import Client
 from fedhassle.methods import METHODS
+from fedhassle.methods.fedavg import FedAvg
 from fedhassle.rounds import Plan, federate, takes_part
 from fedhassle.simulator import Simulator
 
@@ -177,17 +178,28 @@ def test_its_model_is_no_larger_than_what_predicts(run):
 
 
 def test_what_a_method_leaves_open_is_the_runs():
-    """`rounds` and `steps` are filled in where they are None, and only there; others have no such fields."""
-    of_run = {"rounds": 30, "steps": 5}
+    """`central` takes its steps from the run, `mixmatch` its rounds, unless they are given."""
+
+    def made(*words):
+        chosen = resolved(*words).method
+        return build_method(chosen.name, chosen.settings, small.net())
+
     for name in METHODS:
-        values = resolved(f"method={name}").method.settings
-        method = completed(build_method(name, values, small.net()), **of_run)
-        assert getattr(method, "rounds", 30) == 30 and getattr(method, "steps", 5) == 5
-        assert hasattr(method, "rounds") == (name == "mixmatch")
-        assert hasattr(method, "steps") == (name == "central")
-    given = resolved("method=mixmatch", "method.rounds=7").method.settings
-    assert completed(build_method("mixmatch", given, small.net()), **of_run).rounds == 7
-    assert build_method("mixmatch", resolved("method=mixmatch").method.settings, small.net()).rounds is None
+        alone = made(f"method={name}")
+        taken = {"central": {"steps": 5}, "mixmatch": {"rounds": 30}}.get(name, {})
+        assert all(getattr(alone, key) is None for key in taken)
+        assert alone.for_run(30, 5) == dataclasses.replace(alone, **taken)
+    assert made("method=mixmatch", "method.rounds=7").for_run(30, 5).rounds == 7
+    assert made("method=central", "method.steps=3").for_run(30, 5).steps == 3
+
+
+def test_a_field_that_is_called_as_a_runs_is_the_methods_own():
+    @dataclasses.dataclass(frozen=True)
+    class Limited(FedAvg):
+        steps: int | None = None  # no limit
+
+    limited = Limited(small.net())
+    assert limited.for_run(30, 5) is limited
 
 
 @pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "steps", 3)])

@@ -7,9 +7,11 @@ import small
 import torch
 
 from fedhassle.evaluate import accuracy
+from fedhassle.launch import carry_out, start
 from fedhassle.methods import METHODS
 from fedhassle.nets import LeNet, ResNet8
-from fedhassle.parallel import side_by_side
+from fedhassle.parallel import on_cores, side_by_side
+from fedhassle.requested import request
 from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator
 
@@ -30,6 +32,14 @@ def test_results_come_in_the_order_of_the_items(workers):
 
 def test_each_piece_of_work_has_one_thread_of_torch():
     assert side_by_side(lambda _: torch.get_num_threads(), range(4), 2) == [1] * 4
+
+
+def test_a_run_leaves_the_callers_threads_as_they_were(words, tmp_path):
+    with on_cores(3):
+        steps = carry_out(start(request(None, [*words, "rounds=2"]), tmp_path / "run"))
+        seen = [torch.get_num_threads() for _ in steps]
+        assert torch.get_num_threads() == 3
+    assert seen == [1, 1]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

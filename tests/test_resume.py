@@ -1,5 +1,6 @@
 """A run that is cut after any round goes on where it was and ends in the same bits."""
 
+import json
 import shutil
 
 import pytest
@@ -71,16 +72,24 @@ def test_a_run_keeps_its_split_though_the_file_it_came_from_is_gone(eight_rounds
     assert call("resume", folder)[0] == 0
 
 
-def test_a_finished_run_says_so_and_changes_nothing(whole):
-    before = {
-        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file()
+def files_in(folder):
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()
     }
+
+
+def test_a_finished_run_says_so_and_changes_nothing(whole):
+    before = files_in(whole)
     code, out, _ = call("resume", whole)
     assert code == 0 and "is finished" in out and "EM  mean of SM and UM" in out
-    after = {
-        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file()
-    }
-    assert after == before
+    assert files_in(whole) == before
+
+
+def test_python_returns_what_a_finished_run_found_and_changes_nothing(whole):
+    before = files_in(whole)
+    result = fedhassle.run(out=whole, quiet=True)
+    assert result.summary == json.loads((whole / "summary.json").read_text())
+    assert files_in(whole) == before
 
 
 def test_a_run_cut_between_its_last_round_and_its_summary_is_finished(eight_rounds, whole, tmp_path):

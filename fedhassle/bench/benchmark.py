@@ -178,9 +178,10 @@ class Bench:
         """A method with the settings of this benchmark, as far as it has them."""
         size, kind = self.size, METHODS[name]
         wanted = {"batch": size.batch, "epochs": size.epochs, "residual_steps": size.residual_steps, "lr": LR}
-        wanted |= {"steps": steps_on_labels(parts, PER_ROUND, size.epochs, size.batch)}
         known = {field.name for field in dataclasses.fields(kind)}
-        return kind(net=net, **{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
+        made = kind(net=net, **{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
+        steps = steps_on_labels(parts, PER_ROUND, size.epochs, size.batch)
+        return made.for_run(1, steps)  # of one round: as a long run is in its last
 
     @property
     def engine(self) -> Engine:

@@ -6,7 +6,6 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from fedhassle.bench.figures import Spread, Timed, spread
 from fedhassle.bench.plain import Images, Trainer, switches, walk
 from fedhassle.local import Job, Samples, Site, advance, draw, prepare, there, visit
 from fedhassle.method import Client, Method, Phase
+from fedhassle.parallel import on_cores
 from fedhassle.rounds import Plan, Round, federate
 from fedhassle.simulator import Simulator
 from fedhassle.vectors import Arrays
@@ -32,17 +32,6 @@ def synchronise(device: torch.device) -> None:
     """Waits for all work on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def cores(n: int) -> Iterator[None]:
-    """PyTorch's operations on so many cores, and afterwards as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def seconds_of_step(step: Callable[[], None], steps: int, repeats: int, device: torch.device) -> list[float]:
@@ -64,7 +53,7 @@ def better_cores(work: Callable[[], None], device: torch.device, threads: int) -
     """One core or so many, whichever is faster: on a busy machine one is, however large the work."""
 
     def seconds(n: int) -> float:
-        with cores(n):
+        with on_cores(n):
             return min(seconds_of_step(work, 1, 2, device))
 
     return min((1, threads), key=seconds) if device.type == "cpu" and threads > 1 else 1
@@ -108,7 +97,7 @@ class PlainLoop(NamedTuple):
         def step() -> None:
             trainer.step(*next(given))
 
-        with cores(better_cores(step, device, self.threads)):
+        with on_cores(better_cores(step, device, self.threads)):
             return spread(seconds_of_step(step, self.steps, self.repeats, device))
 
 
@@ -143,7 +132,7 @@ def time_rounds(
     """
     state = {k: v.to(simulator.engine.device) for k, v in method.initial(plan.seed).items()}
     first, rounds = [], []
-    with cores(1), simulator.engine.active():  # clients train side by side instead
+    with on_cores(1), simulator.engine.active():  # clients train side by side instead
         for done, timed in clocked(method, simulator, Plan(FIRST, everyone, plan.seed), state, 1):
             first.append(timed)
             state = done.state
@@ -240,7 +229,7 @@ def matrix_peak(device: torch.device, side: int, threads: int) -> float:
     def multiply() -> None:
         torch.mm(a, b)
 
-    with cores(better_cores(multiply, device, threads)):
+    with on_cores(better_cores(multiply, device, threads)):
         seconds = seconds_of_step(multiply, PRODUCTS if gpu else 1, REPEATS, device)
     return float(2 * side**3 / min(seconds))
 

@@ -172,11 +172,11 @@ def run(
 
 def check_place(place: Folder, path: Path) -> None:
     """A folder where a federation's run may begin or go on."""
+    from fedhassle.runs import way_on
+
     require(not place.summary.exists(), f"{path} holds a finished run: choose another --out")
     if place.begun and not place.audit.exists():
-        raise UserError(
-            f"{path} holds a run that is no federation's: fedhassle resume {path}, or another --out"
-        )
+        raise UserError(f"{path} holds a run that is no federation's: {way_on(place)}, or another --out")
     if not place.audit.exists() and place.path.exists():
         fits = place.path.is_dir() and not any(place.path.iterdir())
         require(fits, f"{path} exists and is not an empty folder: choose another --out")

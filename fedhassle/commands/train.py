@@ -62,14 +62,15 @@ def resume(
     device: Device = None,
 ) -> None:
     """Go on with runs after a crash, a kill or Ctrl-C."""
-    from fedhassle.launch import reopen
+    from fedhassle.launch import Loader, reopen
     from fedhassle.runs import Folder
 
-    finished = [path for path in folders if Folder(path).summary.exists() and Folder(path).config.exists()]
+    finished = [path for path in folders if Folder(path).finished]
     for path in finished:
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
-    cut = [reopen(path, device) for path in folders if path not in finished]
+    load = Loader()
+    cut = [reopen(path, device, load) for path in folders if path not in finished]
     if len(cut) == 1:
         follow_to_the_end(cut[0])
     elif cut:
@@ -79,6 +80,7 @@ def resume(
 def follow_to_the_end(launched: Run) -> None:
     """Shows a run while it trains, then its result."""
     from fedhassle.launch import carry_out
+    from fedhassle.runs import way_on
     from fedhassle.view import follow
 
     settings, path = launched.settings, launched.folder.path
@@ -91,13 +93,14 @@ def follow_to_the_end(launched: Run) -> None:
     try:
         follow(carry_out(launched), settings.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
-        say(console, f"stopped; go on with: fedhassle resume {path}")
+        say(console, f"stopped; go on with: {way_on(launched.folder)}")
         raise typer.Exit(130) from None
     show_result(path)
 
 
 def follow_all_to_the_end(launched: Sequence[Run]) -> None:
     """Shows several runs while they train, then their results together, and at the end what went wrong."""
+    from fedhassle.runs import way_on
     from fedhassle.together import carry_out_together
     from fedhassle.view import follow_together
 
@@ -108,8 +111,7 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
     try:
         ends = follow_together(carry_out_together(launched), console)
     except KeyboardInterrupt:
-        again = " ".join(str(path) for path in paths)
-        say(console, f"stopped; go on with: fedhassle resume {again}")
+        say(console, f"stopped; go on with: {way_on(*(run.folder for run in launched))}")
         raise typer.Exit(130) from None
     done = [path for path, end in zip(paths, ends, strict=True) if end.error is None]
     if done:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.build import build_engine, build_method, build_net, completed
+from fedhassle.build import build_engine, build_method, build_net
 from fedhassle.config import MethodSettings, Settings, method_class, resolve
 from fedhassle.data.datasets import Dataset
 from fedhassle.engine import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.requested import Requested, parsed
+from fedhassle.requested import Requested, read_tables
 from fedhassle.runs import Folder
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
@@ -50,14 +50,14 @@ def run_settings(agreement: Agreement) -> Settings:
 def agreed_method(settings: Settings, dataset: Dataset) -> Method:
     """The method of a federation's run, with its network; what cannot be built is an error."""
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    return completed(method, rounds=settings.rounds)
+    return method.for_run(settings.rounds)
 
 
 def settings_in(folder: Folder, agreement: Agreement) -> Settings:
     """The settings of the run that a folder holds, as it wrote them down; of a new one, those agreed on."""
     if not folder.config.exists():
         return run_settings(agreement)
-    return resolve(Requested((parsed(folder.config.read_text("utf-8"), str(folder.config)),)))
+    return resolve(Requested((read_tables(folder.config),)))
 
 
 def headline_of(settings: Settings) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from fedhassle.errors import require
 from fedhassle.method import Client, Phase
@@ -21,6 +21,10 @@ class Central(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps is None or self.steps >= 1, f"steps must be at least 1, got {self.steps}")
+
+    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+        """With FedAvg's steps, unless others are asked for."""
+        return self if self.steps else replace(self, steps=steps)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """FedAvg's walk, but so many steps of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ class MixMatch(BothParts):
         require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
         require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
         require(self.rounds is None or self.rounds >= 1, f"rounds must be at least 1, got {self.rounds}")
+
+    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+        """With λ_u that grows to the run's last round, unless it is to stop earlier."""
+        return self if self.rounds else replace(self, rounds=rounds)
 
     def unlabelled(self) -> Stream:
         """Two weak views of each sample: K = 2 guesses."""
