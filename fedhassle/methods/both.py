@@ -15,8 +15,8 @@ from fedhassle.methods.fedavg import FedAvg
 class BothParts(FedAvg):
     """FedAvg with a loss on both parts for partial clients; unlabelled clients are idle."""
 
-    ratio: int = 1  # unlabelled samples for each labelled one in a step
-    weight: float = 1.0  # λ_u, of the unlabelled part
+    ratio: int = 1  # unlabelled samples for each labelled one in a step; MixMatch's paper
+    weight: float = 1.0  # λ_u, of the unlabelled part; FixMatch's paper
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,9 +12,12 @@ from fedhassle.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Central(FedAvg):
-    """A reference: the labelled data of all clients in one place, as many steps a round as FedAvg makes."""
+    """A reference: the labels of full and partial clients in one place, FedAvg's number of steps a round.
 
-    steps: int | None = None  # a round; None: as many as FedAvg's clients make in the run, on average
+    Unlabelled data and clients are idle.
+    """
+
+    steps: int | None = None  # a round; None: as many as FedAvg's clients make in the run, on average; ours
 
     pooled: ClassVar[bool] = True
 

@@ -28,19 +28,20 @@ class FedMatch(Method):
     train it too. BatchNorm, its statistics included, belongs to σ.
     """
 
-    lr: float = 0.05  # with λ_s = 10 and a ψ that follows σ, θ goes as far as at 0.1 with momentum 0.9
-    momentum: float = 0.0  # with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
+    # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
+    lr: float = 0.05  # ours: with λ_s = 10 and a ψ that follows σ, θ goes as far as at 0.1 with momentum 0.9
+    momentum: float = 0.0  # ours: with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
     confidence: float = 0.75  # below it a sample teaches nothing
-    helpers: int = 2
+    helpers: int = 2  # H clients that answer most alike
     helper_rounds: int = 10  # helpers are sent every so many rounds
     supervised_weight: float = 10.0  # λ_s
     consistency_weight: float = 0.01  # λ_ICCS
     sparsity_weight: float = 0.0001  # λ_L1
     proximity_weight: float = 10.0  # λ_L2
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
-    ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % labels a pass over both
+    ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
     unlabelled: bool = False  # whether unlabelled clients train ψ
-    weights: Literal["samples", "clients"] = "samples"  # of means; its authors' clients all hold as much
+    weights: Literal["samples", "clients"] = "samples"  # of means; ours, as clients differ in size
     least_change: float = 5e-5  # changes up to this size are not sent, in either direction
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ from fedhassle.methods.both import BothParts
 class FixMatch(BothParts):
     """FedAvg + FixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
-    ratio: int = 2
-    confidence: float = 0.95  # below it a sample gets no label
+    ratio: int = 2  # ours: with its paper's 7 a partial client would make a third of the steps
+    confidence: float = 0.95  # τ, below which a sample gets no label; its paper
 
     def __post_init__(self) -> None:
         super().__post_init__()

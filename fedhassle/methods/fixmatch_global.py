@@ -14,7 +14,10 @@ from fedhassle.methods.fixmatch import FixMatch
 
 @dataclass(frozen=True)
 class FixMatchGlobal(FixMatch):
-    """FixMatch with labels of the global model: unlabelled clients train too, on those labels alone."""
+    """FixMatch with labels of the global model: full clients train on labels, partial ones on all.
+
+    Unlabelled clients train too, on the labels that the model received gives them.
+    """
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """As FixMatch's, and for an unlabelled client its term alone."""

@@ -22,10 +22,10 @@ class MixMatch(BothParts):
     """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
     weight: float = 1.0  # λ_u in the last round, to which it grows; its authors' 75: docs/methods.md
-    temperature: float = 0.5  # T, which sharpens guessed labels
-    alpha: float = 0.75  # of Beta(α, α), which mixes samples
-    rounds: int | None = None  # over which λ_u grows; None: those of the run
-    weights: Literal["labels", "samples"] = "labels"  # of means: what a client has labels of, or all it holds
+    temperature: float = 0.5  # T, which sharpens guessed labels; its paper
+    alpha: float = 0.75  # of Beta(α, α), which mixes samples; its paper
+    rounds: int | None = None  # over which λ_u grows; None: those of the run; ours
+    weights: Literal["labels", "samples"] = "labels"  # of means: labels, or all that it holds; ours
 
     def __post_init__(self) -> None:
         super().__post_init__()

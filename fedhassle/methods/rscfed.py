@@ -26,16 +26,17 @@ class RSCFed(FedAvg):
     A partial client trains on both parts, or on its labels alone (`partial="labelled_only"`).
     """
 
+    # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
     lr: float = 0.03  # of clients with labels
     unlabelled_lr: float = 0.021
-    unlabelled_clip: float = 5.0
-    partial: Literal["labelled_only", "mixed"] = "mixed"
-    consistency_weight: float = 0.02
+    unlabelled_clip: float = 5.0  # largest norm of an unlabelled client's gradient
+    partial: Literal["labelled_only", "mixed"] = "mixed"  # what partial clients train on; ours
+    consistency_weight: float = 0.02  # λ of the teacher's term
     temperature: float = 0.5  # T, which sharpens the teacher's probabilities
     ema: float = 0.999  # of the teacher, reached with its steps
-    subsets: int = 3  # random subsets of a round's clients …
-    subset_size: int = 5  # … of so many
-    weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if it has any; or all that it holds
+    subsets: int = 3  # K random subsets of a round's clients …
+    subset_size: int = 5  # … of M each
+    weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if any, or all that it holds; ours
     boost: float = 6.0  # factor on the weight of a client with labels
     boost_mean: bool = False  # also on its weight in the mean that distances are taken from
     beta_labelled: float = 100.0  # β of a subset that has a client with labels …
