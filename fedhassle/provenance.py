@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping
@@ -19,10 +20,20 @@ def versions() -> dict[str, str]:
     """Of what a result depends on."""
     return {
         "fedhassle": package_version(),
+        "code": code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
+
+
+@cache
+def code() -> str:
+    """A hash of this package's source: of a checkout the version says little."""
+    home, found = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(home.rglob("*.py")):
+        found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def hardware(device: torch.device, threads: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import sys
 import threading
 import tomllib
@@ -14,7 +15,10 @@ from PIL import Image
 from small import PNG, but_seconds, call, metrics_of, summary_of
 
 import fedhassle
+from fedhassle import provenance
+from fedhassle.files import write_text
 from fedhassle.launch import claim, recorded
+from fedhassle.provenance import code
 from fedhassle.requested import request
 
 
@@ -119,6 +123,7 @@ def test_a_summary_is_a_whole_result(finished, words):
     assert (
         summary["versions"]["torch"] == torch.__version__ and summary["versions"]["numpy"] == np.__version__
     )
+    assert summary["versions"]["code"] == code()
     assert summary["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert summary["hardware"]["device"] == "cpu" and summary["hardware"]["threads"] == 1
     assert summary["hardware"]["cores"] == os.cpu_count()
@@ -131,6 +136,22 @@ def test_a_summary_is_a_whole_result(finished, words):
             "mean_of_last": pytest.approx(sum(curve) / len(curve)),
         }
     assert (folder / "summary.json").stat().st_size < 10_000
+
+
+def test_the_code_of_a_result_is_known_by_its_hash(tmp_path, monkeypatch):
+    """It depends on the names and the contents of the package's modules, and on nothing else."""
+    hashes = []
+    for files in ({"a.py": "x", "b.py": "y"}, {"a.py": "xy", "b.py": ""}, {"a.py": "x", "c.py": "y"}):
+        home = tmp_path / str(len(hashes))
+        for name, text in {**files, "a.txt": str(len(hashes))}.items():
+            write_text(home / name, text)
+        monkeypatch.setattr(provenance, "__file__", str(home / "provenance.py"))
+        hashes.append(code.__wrapped__())
+    assert len(set(hashes)) == 3
+    monkeypatch.setattr(
+        provenance, "__file__", str(shutil.copytree(tmp_path / "0", tmp_path / "again") / "a.py")
+    )
+    assert code.__wrapped__() == hashes[0]
 
 
 def test_the_mean_is_of_the_last_ten(words, tmp_path):
