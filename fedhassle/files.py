@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import sys
 import tempfile
 import time
@@ -19,8 +20,6 @@ if sys.platform != "win32":
     import fcntl
 
 UNFINISHED = ".writing-"
-UMASK = os.umask(0)  # permissions that new files are not to have; it can only be read by setting it
-os.umask(UMASK)
 
 
 @contextmanager
@@ -33,13 +32,13 @@ def atomic(path: Path) -> Iterator[Path]:
         place = replaceable(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         # The suffix stays: some writers choose the format by it.
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=UNFINISHED, suffix=path.suffix)
-        os.close(handle)
+        temporary = place.parent / f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}"
+        temporary.touch(exist_ok=False)  # with the permissions of any new file
         try:
-            yield Path(name)
-            settle(Path(name), place)
+            yield temporary
+            settle(temporary, place)
         finally:
-            Path(name).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -56,7 +55,6 @@ def settle(temporary: Path, path: Path) -> None:
     """Puts a finished file in its place, once it is on the disk."""
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
-    temporary.chmod(0o666 & ~UMASK)  # as any new file, where a temporary one is its owner's alone
     temporary.replace(path)
 
 

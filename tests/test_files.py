@@ -1,9 +1,11 @@
 """Files that are there whole or not at all, and folders that one process has to itself."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
+import runpy
 import select
 import subprocess
 import sys
@@ -119,6 +121,26 @@ def test_permissions_are_those_of_any_new_file(umask, mode, tmp_path):
         [sys.executable, "-c", code, *made], env=environment(), umask=umask, check=True, timeout=LIMIT
     )
     assert [path.stat().st_mode & 0o777 for path in made] == [mode, mode]
+
+
+@UNIX
+def test_permissions_follow_the_umask_of_the_moment(tmp_path):
+    """That of when a file is written, not of when the package was imported; whatever was there before."""
+    path, before = tmp_path / "words.txt", os.umask(0)
+    try:
+        for umask, mode in ((0o077, 0o600), (0o002, 0o664)):
+            os.umask(umask)
+            write_text(path, "words")
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+@UNIX
+def test_importing_leaves_the_umask_alone_for_other_threads(monkeypatch):
+    """Setting it, for however short a time, would bare the files that they make meanwhile."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask is set"))
+    runpy.run_path(inspect.getfile(write_text))
 
 
 def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
