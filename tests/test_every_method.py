@@ -158,8 +158,8 @@ def test_its_model_predicts_what_the_evaluation_said(run, images):
         return float((model.predict(x, mode=mode).classes == y).mean())
 
     if name == "local":
-        owners = [key.removeprefix("w of ") for key in model.state if key != "w"]
-        assert said == {"mean": pytest.approx(sum(map(right, owners)) / len(owners))} and len(owners) > 1
+        own = [name for name in model.state if name != "w"]
+        assert said == {"mean": pytest.approx(sum(map(right, own)) / len(own))} and len(own) > 1
     else:
         assert said == {mode: right(mode) for mode in said}
     probabilities = model.predict(x).probabilities

@@ -943,11 +943,22 @@ def test_clients_by_themselves_report_the_mean_of_their_accuracies(rng):
     state, x = tensors(**{"w": a, "w of k": a, "w of l": b}), pictures(rng)
     method = Alone(NET)
     z = method.predict(state, torch.from_numpy(x))
-    assert z.keys() == {"k", "l", "mean"}
-    np.testing.assert_allclose(z["l"].numpy(), f(x, b), rtol=1e-10)
+    assert z.keys() == {"w of k", "w of l", "mean"}
+    np.testing.assert_allclose(z["w of l"].numpy(), f(x, b), rtol=1e-10)
     np.testing.assert_allclose(
         np.exp(z["mean"].numpy()), (softmax(f(x, a)) + softmax(f(x, b))) / 2, rtol=1e-10
     )
-    assert method.report({"k": 0.5, "l": 0.25, "mean": 0.9}) == {"mean": 0.375}
+    assert method.report({"w of k": 0.5, "w of l": 0.25, "mean": 0.9}) == {"mean": 0.375}
     start = method.predict({"w": state["w"]}, torch.from_numpy(x))
     np.testing.assert_allclose(softmax(start["mean"].numpy()), softmax(f(x, a)), rtol=1e-10)
+
+
+def test_a_client_called_mean_counts_like_any_other(rng):
+    a, b = vector(rng), vector(rng)
+    state, x = tensors(**{"w": a, "w of k": a, "w of mean": b}), pictures(rng)
+    z = Alone(NET).predict(state, torch.from_numpy(x))
+    np.testing.assert_allclose(z["w of mean"].numpy(), f(x, b), rtol=1e-10)
+    np.testing.assert_allclose(
+        np.exp(z["mean"].numpy()), (softmax(f(x, a)) + softmax(f(x, b))) / 2, rtol=1e-10
+    )
+    assert Alone(NET).report(dict.fromkeys(z, 0.5) | {"w of mean": 1.0}) == {"mean": 0.75}

@@ -35,8 +35,8 @@ class Alone(FedAvg):
         return state | {OWN + update.client.name: update.arrays["w"] for update in updates}
 
     def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
-        """Each client's logits; under `mean` the logarithm of their mean probabilities."""
-        models = {k.removeprefix(OWN): v for k, v in state.items() if k.startswith(OWN)} or {"": state["w"]}
+        """The logits of each client's model; under `mean` the logarithm of their mean probabilities."""
+        models = {k: v for k, v in state.items() if k.startswith(OWN)} or {"w": state["w"]}
         logits = {name: self.net.logits(vector, x) for name, vector in models.items()}
         mean = torch.stack([z.softmax(1) for z in logits.values()]).mean(0)
         return logits | {"mean": mean.log()}
