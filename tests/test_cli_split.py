@@ -50,6 +50,11 @@ def test_a_split_is_drawn_as_svg_too(words, tmp_path):
     assert "<svg" in (tmp_path / "dots.svg").read_text("utf-8")
 
 
+def test_a_picture_of_another_kind_is_refused_before_any_image_is_loaded(tmp_path):
+    code, out, err = call("split", f"data={tmp_path / 'none.npz'}", "--picture", "x.jpg")
+    assert code == 2 and "ends in .png or .svg, got 'x.jpg'" in err and out == ""
+
+
 def test_a_split_given_by_file_is_the_split(words, finished, tmp_path):
     save, out = tmp_path / "other.npz", tmp_path / "run"
     said = call("split", *words, "split.seed=77", "--save", save, "--picture", tmp_path / "x.png")[1]

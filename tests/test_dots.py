@@ -168,6 +168,11 @@ def test_a_failed_picture_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dollar_in_the_title_is_a_dollar(tmp_path):
+    dots.draw_split(ROWS, tmp_path / "dots.SVG", "a$_$b.npz, $^$")
+    assert "a$_$b.npz, $^$" in (tmp_path / "dots.SVG").read_text("utf-8")
+
+
 def test_other_formats_and_no_clients_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"ends in \.png or \.svg, got 'dots\.pdf'"):
         dots.draw_split(ROWS, tmp_path / "dots.pdf", "three clients")

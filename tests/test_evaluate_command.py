@@ -247,6 +247,11 @@ def test_a_picture_of_another_kind_is_refused_before_any_work(finished, images, 
     assert code == 2 and ".png, .svg or .pdf" in err and out == ""
 
 
+def test_the_suffix_of_a_picture_may_have_capitals(finished, images, tmp_path):
+    assert call("evaluate", finished[0], images, "--picture", tmp_path / "x.PNG")[0] == 0
+    assert (tmp_path / "x.PNG").read_bytes().startswith(PNG)
+
+
 def test_many_classes_and_odd_names_are_drawn(tmp_path, rng):
     from fedhassle.report.matrix import draw_scores
 

@@ -132,6 +132,11 @@ def test_what_cannot_be_checked_ends_with_code_2(folder, tmp_path, monkeypatch, 
     assert code == 2 and message in err and "Traceback" not in err
 
 
+def test_a_picture_of_another_kind_is_refused_before_any_image_is_read(tmp_path):
+    code, out, err = call("data", "check", tmp_path / "none", "--picture", "x.jpg")
+    assert code == 2 and "ends in .png, got 'x.jpg'" in err and out == ""
+
+
 def test_the_sheet_shows_the_images_of_each_class_in_its_row(tmp_path):
     """Colours of the drawn picture, looked up where the rows are."""
     colours = {"a": "red", "b": "lime", "unlabelled": "blue"}

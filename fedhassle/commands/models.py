@@ -110,12 +110,13 @@ def evaluate(
     from fedhassle.data.site import ImageForm
     from fedhassle.data.survey import conversions, skipped
     from fedhassle.model import chosen, load
-    from fedhassle.report.matrix import check_picture, draw_scores
+    from fedhassle.report.matrix import FORMATS, draw_scores
+    from fedhassle.report.pictures import check_picture
     from fedhassle.scores import as_json as plain
     from fedhassle.scores import score
 
     if picture is not None:
-        check_picture(picture)
+        check_picture(picture, FORMATS)
     model = load(path, allow_import).on(device)
     used = [chosen(mode, model.modes)] if mode is not None else list(model.modes)
     form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)

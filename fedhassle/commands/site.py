@@ -44,8 +44,10 @@ def check(
     with x and y, -1 meaning unlabelled. Nothing leaves this machine.
     """
     from fedhassle.data.survey import survey
-    from fedhassle.report.examples import draw_examples
+    from fedhassle.report.examples import FORMATS, draw_examples
+    from fedhassle.report.pictures import check_picture
 
+    check_picture(picture, FORMATS)
     form = None
     if agreement is not None:
         from fedhassle.federation.agreement import read_agreement

@@ -168,8 +168,11 @@ def compare(
     Runs that differ in their seed alone are taken together as mean ± std. Those without a summary.json, which
     are not finished, are named and left out.
     """
+    from fedhassle.report.curves import FORMATS
+    from fedhassle.report.pictures import check_picture
     from fedhassle.runs import finished, spread_out
 
+    check_picture(picture, FORMATS)
     there = [path for folder in folders for path in spread_out(folder)]
     done = [path for path in there if finished(path)]
     show_comparison(done or there, picture)  # if none is finished, the error names the first

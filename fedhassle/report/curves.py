@@ -10,32 +10,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedhassle.errors import UserError
 from fedhassle.files import atomic
 from fedhassle.report.groups import Group
+from fedhassle.report.pictures import check_picture
 
 # Colour-blind safe (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.")  # once all colours are taken
 LABEL = 28  # characters in a line of a label
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_curves(groups: Sequence[Group], path: Path) -> None:
     """One group: all its predictions; several: the headline of each. Bands are ± one std over seeds."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"a picture of curves ends in .png, .svg or .pdf, got {path.name!r}")
+    check_picture(path, FORMATS)
     figure = Figure(figsize=(8.0, 4.2), layout="constrained")
     axes = figure.subplots()
     for group in groups:
         for prediction in group.predictions if len(groups) == 1 else [group.headline]:
             draw_curve(axes, group, prediction, alone=len(groups) == 1)
     about = f"{groups[0].label} on {groups[0].runs[0]['data']}" if len(groups) == 1 else "accuracy by round"
-    axes.set_title(about + seeds(groups), loc="left")
+    axes.set_title(about + seeds(groups), loc="left", parse_math=False)  # a $ is a $
     axes.set(xlabel="round", ylabel="accuracy (%)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend = axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     lines = [len(text.get_text().splitlines()) for text in legend.get_texts()]
     figure.set_figheight(max(4.2, 0.6 + 0.17 * sum(lines) + 0.07 * len(lines)))
     with atomic(path) as temporary:

@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from fedhassle.data.partition import ClientRow
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
+from fedhassle.report.pictures import check_picture
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}
@@ -25,6 +26,7 @@ LEFT, RIGHT, BOTTOM, TOP = 0.7, 1.75, 0.95, 0.55  # margins in inches; the legen
 POINTS = 72  # in an inch
 TICK_SIZE, TICKS_APART = 8, 0.13  # points; the least inches from the label of a class to the next
 MOST_NAMES, LONGEST_NAME = 20, 24  # classes, characters
+FORMATS = (".png", ".svg")
 
 
 def draw_split(
@@ -36,8 +38,7 @@ def draw_split(
     A few classes are called by their names, many or nameless ones by their numbers.
     """
     path = Path(path)
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"a picture of a split ends in .png or .svg, got {path.name!r}")
+    check_picture(path, FORMATS)
     if not rows:
         raise UserError("a picture of a split needs at least one client, got none")
     labelled = np.array([row.labelled_counts for row in rows])  # (K, M)
@@ -52,7 +53,7 @@ def draw_split(
     _mark_clients(axes, [row.kind for row in rows], cell, inch=1 / (classes * cell))
     _mark_classes(axes, classes, cell, names)
     _explain(axes, {row.kind for row in rows}, largest, scale)
-    axes.set_title(title, loc="left", fontsize=11, pad=9)
+    axes.set_title(title, loc="left", fontsize=11, pad=9, parse_math=False)  # a $ is a $
     _write(figure, path)
 
 
@@ -134,7 +135,7 @@ def _mark_clients(axes: Axes, kinds: Sequence[str], cell: float, inch: float) ->
 def _mark_classes(axes: Axes, classes: int, cell: float, names: Sequence[str]) -> None:
     """Names the classes, or numbers them from 0 where there are no names."""
     if names:
-        axes.set_yticks(range(classes), names, parse_math=False)  # a $ is a $
+        axes.set_yticks(range(classes), names, parse_math=False)
     else:
         axes.set_yticks(ticks(0, classes - 1, cell, apart=TICKS_APART))
     axes.set_ylabel("class", fontsize=9.5)

@@ -10,20 +10,20 @@ from matplotlib.figure import Figure
 
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site import SiteData
-from fedhassle.errors import UserError
 from fedhassle.files import atomic
 from fedhassle.report.dots import shortened
+from fedhassle.report.pictures import check_picture
 
 EXAMPLES = 10  # of a class
 CELL = 0.6  # inches, the longer side of an image
 GAP = 0.06  # between images, of their longer side
 TICK_SIZE = 8  # points
+FORMATS = (".png",)
 
 
 def draw_examples(site: SiteData, class_names: Sequence[str], path: Path) -> None:
     """Draws a row of examples for each class, those without a label last, and writes their numbers beside."""
-    if path.suffix.lower() != ".png":
-        raise UserError(f"a picture of examples ends in .png, got {path.name!r}")
+    check_picture(path, FORMATS)
     labels = [*range(len(class_names)), *([-1] if (site.y < 0).any() else [])]
     names = [shortened(class_names[k]) if k >= 0 else "unlabelled" for k in labels]
     texts = [f"{name}  {np.count_nonzero(site.y == k):,}" for k, name in zip(labels, names, strict=True)]

@@ -9,26 +9,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedhassle.errors import require
 from fedhassle.files import atomic
 from fedhassle.report.dots import shortened
+from fedhassle.report.pictures import check_picture
 from fedhassle.scores import Scores
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5F5F5F"  # colour-blind safe (Okabe and Ito)
 MOST_COUNTS, MOST_NAMES = 15, 30  # classes whose counts, and whose names, are written
 LONGEST_NAME = 18  # characters
-
-
-def check_picture(path: Path) -> None:
-    """Raises for a picture of a kind that is not drawn."""
-    require(
-        path.suffix in (".png", ".svg", ".pdf"), f"the picture ends in .png, .svg or .pdf, got {path.name!r}"
-    )
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_scores(scores: Mapping[str, Scores], class_names: Sequence[str], path: Path, title: str) -> None:
     """A row for each prediction: who is taken for whom, and how far its confidence is to be believed."""
-    check_picture(path)
+    check_picture(path, FORMATS)
     side = 3.6 + 0.12 * min(len(class_names), MOST_NAMES)
     figure = Figure(figsize=(side + 5.0, side * len(scores) + 0.4), layout="constrained")
     axes = figure.subplots(len(scores), 2, squeeze=False, gridspec_kw={"width_ratios": (side, 4.2)})
