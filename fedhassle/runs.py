@@ -300,6 +300,7 @@ def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_mode
         **about_run,
         "rounds": last.t,
         "headline": method.headline,
+        "modes": method.described_modes(),
         "accuracy": scores,
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
         "history": last.history,
@@ -342,6 +343,7 @@ def read_summary(path: Path) -> Metrics:
 def check_summary(summary: Metrics) -> None:
     """Touches all that readers of a summary use: anything but a summary raises."""
     words = [summary[key] for key in ("method", "data", "settings_hash", "headline")]
+    words += [word for mode in summary.get("modes", {}).items() for word in mode]  # not in old summaries
     if not all(isinstance(word, str) for word in words) or not isinstance(summary["settings"], dict):
         raise TypeError("its words are no words")
     predictions = [summary["headline"], *summary["accuracy"]]

@@ -32,17 +32,10 @@ from rich.text import Text
 
 from fedhassle.method import Client
 from fedhassle.names import counted
-from fedhassle.report.groups import Group
+from fedhassle.report.groups import Group, modes_of
 from fedhassle.runs import Metrics, Step, averaged
 from fedhassle.terminal import say
 from fedhassle.together import Begun, Event
-
-LABELS = {
-    "SM": "SM  supervised + residual",
-    "UM": "UM  unsupervised + residual",
-    "EM": "EM  mean of SM and UM",
-}
-
 
 WORD = 22  # so many letters of a name stay together: what the figures leave of 80 columns
 
@@ -210,10 +203,11 @@ def final_table(summary: Metrics, title: str = "") -> Table:
     table.add_column("prediction")
     for column in (f"last {counted(averaged(summary), 'evaluation')}", "last", "best"):
         table.add_column(column, justify="right")
+    labels = modes_of(summary)
     for name, score in summary["accuracy"].items():
         figures = [f"{100 * score[key]:.2f} %" for key in ("mean_of_last", "last", "best")]
         style = "bold" if name == summary["headline"] else None
-        table.add_row(escape(LABELS.get(name, name)), *figures, style=style)
+        table.add_row(escape(f"{name}  {labels.get(name, '')}".rstrip()), *figures, style=style)
     return table
 
 

@@ -159,6 +159,66 @@ def test_many_long_names_are_told_apart_and_leave_room_for_the_curves(runs, tmp_
     )
 
 
+@pytest.fixture
+def drawn_lines(runs, tmp_path, monkeypatch):
+    """The lines of the picture of one method: its runs are those of a summary, on three seeds."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure) or path.touch())
+
+    def draw(summary):
+        curves.draw_curves([Group("x", (summary,) * 3)], tmp_path / "x.png")
+        (axes,) = drawn[-1].axes
+        assert len(axes.collections) == sum(line.get_linestyle() == "-" for line in axes.lines)  # bands
+        return {line.get_label(): line.get_linestyle() for line in axes.lines}
+
+    return draw
+
+
+def renamed(summary, **names):
+    """A summary whose predictions have other names; those without one are gone."""
+
+    def each(accuracy):
+        return {new: accuracy[old] for old, new in names.items()}
+
+    history = [{**line, "accuracy": each(line["accuracy"])} for line in summary["history"]]
+    return {**summary, "accuracy": each(summary["accuracy"]), "history": history}
+
+
+def test_the_modes_of_a_method_are_drawn_as_its_own_and_the_rest_beside_them(runs, drawn_lines):
+    summary = summary_of(runs / "hassle-0")
+    looks = {"SM": "-", "UM": "-", "EM": "-", "w_S": ":", "w_U": ":"}
+    assert drawn_lines(summary) == looks
+    old = {key: value for key, value in summary.items() if key != "modes"}
+    assert drawn_lines(old) == looks  # as results from before have it
+    mine = renamed(summary, SM="first", UM="SM", EM="second") | {
+        "method": "mine:Method",
+        "headline": "second",
+    }
+    assert drawn_lines(mine | {"modes": {"first": ""}}) == {"first": "-", "SM": ":", "second": "-"}
+
+
+def test_a_headline_is_never_drawn_as_an_aside(runs, drawn_lines):
+    """Whatever it is called: `mean` is the only curve of `local`."""
+    summary = renamed(summary_of(runs / "fedavg"), model="mean") | {"method": "local", "headline": "mean"}
+    assert drawn_lines(summary | {"modes": {}}) == {"mean": "-"}
+    del summary["modes"]
+    assert drawn_lines(summary) == drawn_lines(summary | {"method": "mine:Method"}) == {"mean": "-"}
+
+
+def test_a_run_notes_the_modes_of_its_method(runs):
+    modes = summary_of(runs / "hassle-0")["modes"]
+    assert list(modes) == ["SM", "UM", "EM"] and modes["EM"] == "mean of SM and UM"
+    assert summary_of(runs / "fedavg")["modes"] == {}
+
+
+def test_dollars_in_names_are_no_formulas(runs, tmp_path):
+    """Neither in the title nor in the legend: `$_$` is one that matplotlib cannot set."""
+    summary = renamed(summary_of(runs / "fedavg"), model="$_$") | {"data": "a$_$b.npz", "headline": "$_$"}
+    for groups in ([Group("$_$", (summary,))], [Group("$_$ lr=1", (summary,)), Group("$^$", (summary,))]):
+        curves.draw_curves(groups, tmp_path / "x.png")
+        assert (tmp_path / "x.png").read_bytes().startswith(PNG)
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_single_run_is_drawn_too(suffix, runs, tmp_path):
     picture = tmp_path / f"one.{suffix}"
@@ -245,6 +305,7 @@ FOREIGN = {
     "keys alone": '{"accuracy": {}, "history": [], "method": "x", "headline": "EM"}',
     "no history": None,
     "no settings": None,
+    "odd modes": None,
     "all keys": None,
 }
 
@@ -254,10 +315,9 @@ def test_a_foreign_file_is_a_user_error_that_names_it(kind, runs, tmp_path):
     file, text = tmp_path / "summary.json", FOREIGN[kind]
     if text is None:
         summary = summary_of(runs / "fedavg")
-        gone = kind.removeprefix("no ")
-        text = json.dumps(
-            dict.fromkeys(summary, 1) if kind == "all keys" else {k: summary[k] for k in summary if k != gone}
-        )
+        lacking = {key: summary[key] for key in summary if key != kind.removeprefix("no ")}
+        made = {"all keys": dict.fromkeys(summary, 1), "odd modes": {**summary, "modes": {"EM": 1}}}
+        text = json.dumps(made.get(kind, lacking))
     file.write_text(text)
     code, _, err = call("compare", file, runs / "hassle-0", "--picture", tmp_path / "x.png")
     assert code == 2 and str(file) in err and "Traceback" not in err
@@ -281,6 +341,11 @@ def test_a_picture_that_cannot_be_written_is_a_user_error(name, runs, tmp_path, 
     Path("folder.png").mkdir()
     code, _, err = call("compare", runs / "fedavg", "--picture", name)
     assert code == 2 and Path(name).name in err
+
+
+def test_a_picture_of_another_kind_is_refused_before_any_run_is_read(tmp_path):
+    code, _, err = call("compare", tmp_path / "none", "--picture", "x.jpg")
+    assert code == 2 and "the picture ends in .png, .svg or .pdf, got 'x.jpg'" in err
 
 
 def test_nothing_to_compare_is_a_user_error():

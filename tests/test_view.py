@@ -58,6 +58,21 @@ def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
     ]
 
 
+def rows(summary):
+    """The first cells of a run's table."""
+    score = dict.fromkeys(("mean_of_last", "last", "best"), 0.5)
+    known = {"method": "mine", "data": "any", "rounds": 2, "seed": 0, "headline": "EM", "history": [{}]}
+    (cells, *_) = view.final_table(known | {"accuracy": {"EM": score, "w": score}} | summary).columns
+    return list(cells.cells)
+
+
+def test_the_table_of_a_run_says_what_its_modes_are():
+    """By its summary; by the method of that name where the summary is older; not by the prediction's name."""
+    assert rows({"modes": {"EM": "mine"}}) == ["EM  mine", "w"]
+    assert rows({"method": "hassle"}) == ["EM  mean of SM and UM", "w"]
+    assert rows({}) == rows({"modes": {"EM": ""}}) == ["EM", "w"]
+
+
 @pytest.mark.parametrize("data", ["a [b].npz", "a [/b].npz"])
 def test_the_table_of_a_run_shows_any_name(data):
     score = dict.fromkeys(("mean_of_last", "last", "best"), 0.5)

@@ -6,7 +6,7 @@ Where the paper is silent or its script differs, a field is the ruling; docs/pap
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, Literal, NamedTuple
@@ -62,6 +62,11 @@ class Hassle(Method):
 
     headline: ClassVar[str] = "EM"
     modes: ClassVar[tuple[str, ...]] = ("SM", "UM", "EM")
+    mode_labels: ClassVar[Mapping[str, str]] = {
+        "SM": "supervised + residual",
+        "UM": "unsupervised + residual",
+        "EM": "mean of SM and UM",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

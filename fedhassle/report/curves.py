@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedhassle.files import atomic
+from fedhassle.method import Method
 from fedhassle.report.groups import Group
 from fedhassle.report.pictures import check_picture
 
@@ -56,8 +57,8 @@ def draw_curve(axes: Axes, group: Group, prediction: str, alone: bool) -> None:
     """One line, with a band where there are several seeds."""
     curve = group.curve(prediction)
     means = [100 * spread.mean for spread in curve.spreads]
-    named = [] if prediction == "model" and not alone else [prediction]
-    aside = alone and prediction not in ("model", "SM", "UM", "EM")  # models without their residuals
+    named = [] if prediction == Method.headline and not alone else [prediction]
+    aside = alone and prediction not in (group.headline, *group.modes)  # as models without their residuals
     turn, place = divmod(len(axes.lines), len(COLOURS))
     colour = COLOURS[place]
     axes.plot(

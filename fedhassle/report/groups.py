@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.runs import MACHINE, Metrics
 
@@ -51,6 +52,11 @@ class Group:
         return str(self.runs[0]["headline"])
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """The predictions that a user chooses from; (): the headline alone."""
+        return tuple(modes_of(self.runs[0]))
+
+    @property
     def predictions(self) -> list[str]:
         """What its runs report the accuracy of."""
         return list(self.runs[0]["accuracy"])
@@ -64,6 +70,15 @@ class Group:
         return curve_of(
             [{m["round"]: m["accuracy"][prediction] for m in run["history"]} for run in self.runs]
         )
+
+
+def modes_of(summary: Metrics) -> Mapping[str, str]:
+    """The predictions of a run that a user chooses from, and what each is.
+
+    Summaries from before they were noted are read with the modes that a method of ours has now.
+    """
+    noted: Mapping[str, str] | None = summary.get("modes")
+    return METHODS.get(summary["method"], Method).described_modes() if noted is None else noted
 
 
 def spread(values: Sequence[float]) -> Spread:
