@@ -21,7 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
-from fedhassle.runs import MACHINE
+from fedhassle.requested import MACHINE
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedhassle.data.layout import KINDS
 from fedhassle.names import counted
 from fedhassle.runs import LAST, STANDS_IN, Metrics, averaged, on_test_images
 
@@ -119,9 +120,9 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
 
 def sites(counts: Mapping[str, int]) -> str:
     """How many took part, and what they held."""
-    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("full", "partial", "unlabelled"))
+    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     samples = f"{counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
-    return f"{sum(counts[kind] for kind in ('full', 'partial', 'unlabelled'))} ({kinds}); {samples}"
+    return f"{sum(counts[kind] for kind in KINDS)} ({kinds}); {samples}"
 
 
 def drawn(summary: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find, nearest
 from fedhassle.parallel import available_cores
-from fedhassle.requested import Requested, overlaid
+from fedhassle.requested import DEFAULT_DATA, DEFAULT_METHOD, Requested, overlaid
 from fedhassle.track import Tool
 
 M = TypeVar("M", bound=BaseModel)
@@ -41,7 +41,7 @@ class DataSettings(BaseModel):
     """Which images, and how training sees them; what is not set comes with the data set."""
 
     model_config = STRICT
-    name: str = "fmnist-mini"  # a name of `fedhassle data list`, or the path of an .npz
+    name: str = DEFAULT_DATA  # a name of `fedhassle data list`, or the path of an .npz
     folder: str | None = None  # where named data sets lie
     holdout: float = Field(
         default=0.0, ge=0, lt=1
@@ -71,7 +71,7 @@ class MethodSettings(BaseModel):
     """The method's name; its settings are the fields of its class."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = "hassle"
+    name: str = DEFAULT_METHOD
 
     @property
     def settings(self) -> dict[str, Any]:

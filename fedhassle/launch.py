@@ -28,7 +28,7 @@ from fedhassle.build import (
 from fedhassle.card import model_card
 from fedhassle.config import DEVICES_OWN, Settings, method_class, resolve, resolved_device
 from fedhassle.data.datasets import Dataset
-from fedhassle.data.layout import kind_of
+from fedhassle.data.layout import KINDS, kind_of
 from fedhassle.data.partition import Split, pooled, steps_on_labels
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy
@@ -41,7 +41,7 @@ from fedhassle.report.curves import draw_curves
 from fedhassle.report.groups import flat, grouped
 from fedhassle.requested import Requested, from_json, read_tables, to_json
 from fedhassle.rounds import Federation, Plan
-from fedhassle.runs import KINDS, Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
+from fedhassle.runs import Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator
 from fedhassle.streams import QUIET
 from fedhassle.track import require_installed, tracking
@@ -161,8 +161,7 @@ def new_folder(requested: Requested) -> Path:
 
 def default_folder(requested: Requested) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
-    method = requested.get("method", "name", "hassle")
-    data = Path(requested.get("data", "name", "fmnist-mini")).stem
+    method, data = requested.method, Path(requested.data).stem
     words = [file_name(method), file_name(data), datetime.now().strftime("%Y%m%d-%H%M%S")]
     name = "-".join(words)
     path, number = Path("runs") / name, 2

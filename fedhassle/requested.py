@@ -1,4 +1,4 @@
-"""What a user asks for: a preset or TOML file, then KEY=VALUE. Knows no setting, and starts fast."""
+"""What a user asks for: a preset or TOML file, then KEY=VALUE. Knows few settings, and starts fast."""
 
 from __future__ import annotations
 
@@ -22,12 +22,24 @@ Changes = Sequence[str] | Mapping[str, Any]
 DEEPEST = 8
 PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
 SHORT = ("data", "method")  # tables whose name alone may stand for them: method="fedavg"
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
+DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # where none is named
 
 
 class Requested(NamedTuple):
     """Layers of settings, the later ones over the earlier; each holds only what differs from the paper's."""
 
     layers: tuple[Settings, ...]
+
+    @property
+    def data(self) -> str:
+        """The data set, by its name or path."""
+        return self.get("data", "name", DEFAULT_DATA)
+
+    @property
+    def method(self) -> str:
+        """The method, by its name or import path."""
+        return self.get("method", "name", DEFAULT_METHOD)
 
     def get(self, table: str, key: str, default: str) -> str:
         """A setting of a table, from the last layer that has it."""

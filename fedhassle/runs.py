@@ -15,6 +15,7 @@ import torch
 
 from fedhassle.arrays import round_files, write_arrays
 from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
+from fedhassle.data.layout import KINDS
 from fedhassle.errors import UserError, require
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
@@ -24,9 +25,7 @@ from fedhassle.vectors import Arrays
 Metrics = dict[str, Any]
 """Plain data as JSON has it: a line of metrics.jsonl (what happened since the line before), or a summary."""
 
-KINDS = ("full", "partial", "unlabelled")
 STANDS_IN = "test_stands_in"  # in a line of metrics: its accuracy is that on the coordinator's images
-MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 

@@ -9,7 +9,6 @@ from fedhassle.config import resolve
 from fedhassle.data.site import ImageForm
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import (
-    MACHINES_OWN,
     Agreement,
     DataTerms,
     Rules,
@@ -19,7 +18,6 @@ from fedhassle.federation.agreement import (
     run_request,
     write_agreement,
 )
-from fedhassle.runs import MACHINE
 
 FILE = """
 format = 1
@@ -189,10 +187,6 @@ def test_the_hash_does_not_change_from_one_version_to_the_next():
         '"width": 48}, "format": 1, "name": "Three hospitals", "run": {"method": {"name": "fedavg"}}}'
     )
     assert agreement_hash(AGREEMENT) == hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def test_the_settings_of_a_machine_are_those_of_the_configuration():
-    assert MACHINES_OWN == MACHINE
 
 
 def test_run_is_what_the_configuration_takes(tmp_path):

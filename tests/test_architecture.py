@@ -10,7 +10,7 @@ import fedhassle
 PACKAGE = Path(fedhassle.__file__).parent
 LAYERS = [  # from the bottom to the top; a module imports what lies below it, or beside it in a package
     {"errors", "randomness", "files", "names", "version", "provenance", "parallel", "streams"},
-    {"scores", "terminal"},
+    {"scores", "terminal", "requested"},
     {"data"},
     {"vectors"},
     {"arrays"},
@@ -29,7 +29,6 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
     {"runs"},
     {"simulator", "track", "card"},
     {"report"},
-    {"requested"},
     {"config"},
     {"build"},
     {"bench"},

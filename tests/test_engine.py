@@ -16,8 +16,7 @@ from fedhassle.engine import LANES, Engine
 from fedhassle.errors import UserError
 from fedhassle.launch import claim, reopen
 from fedhassle.nets import LeNet, Net, ResNet8, Stem
-from fedhassle.requested import request
-from fedhassle.runs import MACHINE
+from fedhassle.requested import MACHINE, request
 
 CPU, CUDNN, CUBLAS = small.CPU, torch.backends.cudnn, torch.backends.cuda.matmul
 BF16 = Engine(CPU, "bf16")

@@ -10,7 +10,7 @@ from small import resolved
 
 from fedhassle.build import build_dataset, hash_before, settings_hash
 from fedhassle.methods import METHODS
-from fedhassle.runs import MACHINE
+from fedhassle.requested import MACHINE
 
 
 def hash_of(dataset, *words):

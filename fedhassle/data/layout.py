@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,8 @@ from fedhassle.errors import UserError
 Counts = npt.NDArray[np.int64]
 Labels = str | Mapping[str, float] | Sequence[float]
 
-
 Kind = Literal["full", "partial", "unlabelled"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def kind_of(labelled: int, unlabelled: int) -> Kind:
@@ -261,7 +261,7 @@ def _explicit(labels: Mapping[str, float], clients: int) -> Mix:
     unknown = [key for key in labels if key not in Mix._fields]
     if unknown:
         raise UserError(f"split.labels has no {unknown[0]!r}; take {', '.join(Mix._fields)}")
-    counts = {key: labels.get(key, 0) for key in ("full", "partial", "unlabelled")}
+    counts = {key: labels.get(key, 0) for key in KINDS}
     for key, count in counts.items():
         _require_whole(f"split.labels.{key}", count, least=0)
     share = labels.get("share")

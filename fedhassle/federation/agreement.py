@@ -20,15 +20,13 @@ from fedhassle.data.site import UNLABELLED, ImageForm
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import nearest
-from fedhassle.requested import Requested, expanded, parsed
+from fedhassle.requested import MACHINE, Requested, expanded, parsed
 
 T = TypeVar("T")
 
 FORMAT = 1
 ELSEWHERE = ("data", "split")  # tables of a simulated run that a federation has no use for in [run]
-# Settings of [run] that sites need not share: those of the server alone, and those of a machine.
-SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed")
-MACHINES_OWN = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")
+SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed")  # settings of [run] for it alone
 LARGEST_SIDE = 4096
 MOST_SITES = 1_000_000
 WEEK = 7 * 24 * 3600
@@ -113,7 +111,7 @@ def agreement_hash(agreement: Agreement) -> str:
     the server alone follows (rounds, clients per round, evaluation, seed).
     """
     run = expanded(dict(agreement.run))
-    shared = {key: value for key, value in run.items() if key not in (*SERVERS_OWN, *MACHINES_OWN)}
+    shared = {key: value for key, value in run.items() if key not in (*SERVERS_OWN, *MACHINE)}
     content = {"format": FORMAT, "name": agreement.name, "data": asdict(agreement.data), "run": shared}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.runs import MACHINE, Metrics
+from fedhassle.requested import MACHINE
+from fedhassle.runs import Metrics
 
 PATHS = ("data.name", "split.file")
 UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # a label has it anyway, or it tells nothing

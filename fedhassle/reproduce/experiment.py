@@ -86,7 +86,7 @@ class Cell:
     @property
     def method(self) -> str:
         """The name of its method."""
-        return self.requested.get("method", "name", "hassle")
+        return self.requested.method
 
     @cached_property
     def identity(self) -> Identity:
