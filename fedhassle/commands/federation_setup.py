@@ -130,11 +130,10 @@ def parsed_size(size: str) -> tuple[int, int]:
 
 def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
     """[run]: what is given, over a network that suits the images."""
-    from fedhassle.data.datasets import CATALOGUE
-    from fedhassle.federation.found import default_like
+    from fedhassle.data.datasets import like
     from fedhassle.requested import layer, overlaid
 
-    return overlaid({"net": CATALOGUE[default_like(terms.channels)].net}, layer(words))
+    return overlaid({"net": like(terms.channels).net}, layer(words))
 
 
 def checked_run(agreement: Agreement) -> Agreement:

@@ -129,6 +129,16 @@ _CIFAR100 = replace(  # with CIFAR-10's mean and std
 CATALOGUE = {entry.name: entry for entry in (_FMNIST_MINI, _FMNIST, _CIFAR10, _CIFAR100)}
 
 
+def like(channels: int) -> Entry:
+    """The named set whose network and normalisation suit images of so many channels."""
+    return _FMNIST if channels == 1 else _CIFAR10
+
+
+def usual_crop(height: int, width: int) -> int:
+    """The crop of images of any size: CIFAR's, 4 pixels of 32."""
+    return min(height, width) // 8
+
+
 def load(name: str | Path, folder: Path | None = None, progress: bool = True) -> Dataset:
     """Loads a set of the catalogue, downloaded into the folder the first time, or the .npz at a path."""
     entry = CATALOGUE.get(str(name))
@@ -216,9 +226,8 @@ def _own(path: Path) -> Dataset:
     arrays = npz.read(path)
     height, width, channels = arrays.x_train.shape[1:]
     mean, std = statistics(arrays.x_train)
-    net = "lenet" if channels == 1 else "resnet8"
-    # With its suffix the name cannot pass for one of the catalogue; the crop is CIFAR's, 4 pixels of 32.
-    crop = min(height, width) // 8
+    net, crop = like(channels).net, usual_crop(height, width)
+    # With its suffix the name cannot pass for one of the catalogue.
     return Dataset(path.name, *arrays, net, mean, std, True, crop, hashed(*arrays[:4]))
 
 

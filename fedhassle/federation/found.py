@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedhassle.data.datasets import CATALOGUE, statistics
+from fedhassle.data.datasets import CATALOGUE, like, statistics, usual_crop
 from fedhassle.data.site import ImageForm, read_site
 from fedhassle.data.survey import survey
 from fedhassle.errors import UserError, require
@@ -23,16 +23,9 @@ HERE = ("localhost", "127.0.0.1", "::1")  # the coordinator's own commands reach
 
 def terms_by_classes(class_names: Sequence[str], size: tuple[int, int], channels: int) -> DataTerms:
     """Terms for classes by name; normalisation and augmentation as the data set with such images has them."""
-    known = CATALOGUE[default_like(channels)]
-    height, width = size
-    return DataTerms(
-        tuple(class_names), height, width, channels, known.mean, known.std, known.flip, min(size) // 8
-    )
-
-
-def default_like(channels: int) -> str:
-    """The named data set whose normalisation and network suit images of so many channels."""
-    return "fmnist" if channels == 1 else "cifar10"
+    known, (height, width) = like(channels), size
+    crop = usual_crop(height, width)
+    return DataTerms(tuple(class_names), height, width, channels, known.mean, known.std, known.flip, crop)
 
 
 def terms_like(name: str) -> DataTerms:

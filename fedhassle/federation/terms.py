@@ -9,7 +9,7 @@ import numpy as np
 
 from fedhassle.build import build_engine, build_method, build_net
 from fedhassle.config import MethodSettings, Settings, method_class, resolve
-from fedhassle.data.datasets import Dataset
+from fedhassle.data.datasets import Dataset, like
 from fedhassle.engine import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
@@ -30,7 +30,7 @@ def described(agreement: Agreement) -> Dataset:
 def dataset_of(agreement: Agreement, x: np.ndarray, y: np.ndarray) -> Dataset:
     """Images and labels (−1 = none) seen as the federation has agreed."""
     a = agreement.data
-    net = "resnet8" if a.channels == 3 else "lenet"
+    net = like(a.channels).net
     return Dataset(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop)
 
 
