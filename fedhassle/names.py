@@ -11,9 +11,10 @@ from fedhassle.errors import UserError
 
 
 def nearest(name: str, known: Iterable[str], above: str = "") -> str:
-    """A hint such as “, did you mean 'x'?”, or nothing; `above` stands before the name in it."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f", did you mean {above + near[0]!r}?" if near else ""
+    """A hint such as “, did you mean 'x'?”, or nothing, whatever the capitals; `above` stands before x."""
+    lowered = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    return f", did you mean {above + lowered[near[0]]!r}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:

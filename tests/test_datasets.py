@@ -100,7 +100,7 @@ def test_user_without_a_home_is_told_to_choose_a_folder(monkeypatch: pytest.Monk
 def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match=r"'CIFRA10'.*'cifar10'\?.*fmnist-mini, fmnist, cifar10, cifar100"):
         load("CIFRA10")
-    with pytest.raises(UserError, match="unknown data set 'zzz': Known are"):
+    with pytest.raises(UserError, match=r"unknown data set 'zzz' \(known are"):
         load("zzz")
 
 

@@ -1,6 +1,5 @@
 """The data sets by name, and a user's own images in an .npz."""
 
-import difflib
 import hashlib
 import os
 import sys
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from fedhassle.data import download, npz
 from fedhassle.data.npz import Images, Labels
 from fedhassle.errors import UserError
+from fedhassle.names import nearest
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -148,11 +148,8 @@ def load(name: str | Path, folder: Path | None = None, progress: bool = True) ->
         return _own(Path(name))
     if os.path.isdir(name):  # noqa: PTH112 - any string goes
         raise UserError(f"{str(name)!r} is a folder, and no data set; {npz.SIMULATED}")
-    near = difflib.get_close_matches(str(name).lower(), CATALOGUE, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(
-        f"unknown data set {str(name)!r}: {hint}Known are {', '.join(CATALOGUE)}, or the path of an .npz file"
-    )
+    options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file"
+    raise UserError(f"unknown data set {str(name)!r}{nearest(str(name), CATALOGUE)} ({options})")
 
 
 def data_folder(folder: Path | None = None) -> Path:

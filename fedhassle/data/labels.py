@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from fedhassle.data.npz import Labels
 from fedhassle.errors import UserError, require
+from fedhassle.names import nearest
 
 COLUMNS = ("file", "label")
 DELIMITERS = (",", ";")
@@ -58,7 +58,8 @@ def class_number(label: str, numbers: Mapping[str, int], where: str) -> int:
     """The number of a class by a name that someone wrote; the error says where."""
     number = numbers.get(same_text(label))
     if number is None:
-        raise UserError(f"{where} {label!r} is none of the classes{_hint(label, numbers)}")
+        hint = nearest(label, numbers) or f" ({listed(numbers)})"
+        raise UserError(f"{where} {label!r} is none of the classes{hint}")
     return number
 
 
@@ -73,15 +74,6 @@ def renumbered(y: Labels, theirs: Sequence[str] | None, ours: Sequence[str], whe
         for k, name in enumerate(names)
     ]
     return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
-
-
-def _hint(label: str, class_names: Iterable[str]) -> str:
-    """The nearest class, whatever its capitals; else some of those there are."""
-    lowered = {name.lower(): name for name in class_names}
-    near = difflib.get_close_matches(label.lower(), lowered, n=1, cutoff=0.5)
-    if near:
-        return f", did you mean {lowered[near[0]]!r}?"
-    return f" ({listed(class_names)})"
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:
