@@ -24,7 +24,7 @@ from fedhassle.report.dots_svg import draw_split_svg
 from fedhassle.report.groups import Curve
 from fedhassle.report.markup import Markup
 from fedhassle.reproduce.experiment import Experiment
-from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.figures import MEGABYTES, PERCENT, Figure, Unit, unit
 from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.text import metric_label
 
@@ -60,32 +60,19 @@ def bars(chart: Chart) -> Drawing:
     return Drawing(draw_bars(chart), caption(chart))
 
 
-def unit_of(metric: str) -> float:
-    """What one of what is shown comes to: accuracies are shown in %, bytes in MB."""
-    return 0.01 if is_accuracy(metric) else 1e6 if metric.startswith("bytes_") else 1.0
-
-
-def measure(metric: str) -> str:
-    """What an axis says that a metric is drawn on."""
-    return "accuracy (%)" if is_accuracy(metric) else "MB" if metric.startswith("bytes_") else "loss"
-
-
-def measure_of(experiment: Experiment) -> str:
+def unit_of(experiment: Experiment) -> Unit:
     """What the chart of an experiment shows: that of its first metric, and nothing else beside it."""
-    return measure((*experiment.metrics, HEADLINE)[0])
+    return unit((*experiment.metrics, HEADLINE)[0])
 
 
 def point(x: float, figure: Figure) -> Point | None:
     """A figure of ours as it is shown."""
-    if figure.ours is None:
-        return None
-    unit = unit_of(figure.metric)
-    return Point(x, figure.ours.mean / unit, None if figure.ours.std is None else figure.ours.std / unit)
+    return None if figure.ours is None else Point(x, *unit(figure.metric).spread(figure.ours))
 
 
 def printed_point(x: float, figure: Figure) -> Point | None:
     """The paper's."""
-    return None if figure.paper is None else Point(x, figure.paper / unit_of(figure.metric))
+    return None if figure.paper is None else Point(x, unit(figure.metric).of(figure.paper))
 
 
 def series_of(label: str, entries: Sequence[Entry | None], look: str) -> Series:
@@ -103,12 +90,12 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
     axes = {axis.name: axis for axis in experiment.axes}
     columns = [axes[name] for name in experiment.columns]
     ticks = tuple(shortened(heading, [axis.label for axis in columns]) for heading in grid.headings)
-    rows = [line for line in grid.lines if measure(line.metric or HEADLINE) == measure_of(experiment)]
+    rows = [line for line in grid.lines if unit(line.metric or HEADLINE) == unit_of(experiment)]
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
         x_label=", ".join(axis.label for axis in columns),
-        y_label=measure_of(experiment),
+        y_label=unit_of(experiment).axis,
         series=tuple(
             series_of(" ".join(line.labels), line.entries, colour(i)) for i, line in enumerate(rows)
         ),
@@ -129,7 +116,7 @@ def by_round(section: Section) -> Chart:
     series = []
     for i, one in enumerate(results):
         for j, figure in enumerate(one.figures):
-            if measure(figure.metric) != measure_of(experiment):
+            if unit(figure.metric) != unit_of(experiment):
                 continue
             row = " ".join(choice.label for choice in one.choices) if several else ""
             label = f"{metric_label(figure.metric)} {row}".strip()
@@ -138,24 +125,22 @@ def by_round(section: Section) -> Chart:
         id=f"figure-{experiment.name}",
         title=experiment.title,
         x_label="round",
-        y_label=measure_of(experiment),
+        y_label=unit_of(experiment).axis,
         series=tuple(series),
     )
 
 
 def curve_series(label: str, result: Result, figure: Figure, look: str, dashed: bool = False) -> Series:
     """A metric of a result by round, with the paper's final figure at the end."""
-    unit = unit_of(figure.metric)
-    points = curve_points(result.curves.get(figure.metric, Curve([], [])), unit)
+    points = curve_points(result.curves.get(figure.metric, Curve([], [])), unit(figure.metric))
     paper = printed_point(result.wanted, figure)
     return Series(label, points, () if paper is None else (paper,), look, dashed, result.status == OTHER)
 
 
-def curve_points(curve: Curve, unit: float) -> tuple[Point, ...]:
+def curve_points(curve: Curve, shown: Unit) -> tuple[Point, ...]:
     """A curve as it is shown."""
     return tuple(
-        Point(t, spread.mean / unit, None if spread.std is None else spread.std / unit)
-        for t, spread in zip(curve.rounds, curve.spreads, strict=True)
+        Point(t, *shown.spread(spread)) for t, spread in zip(curve.rounds, curve.spreads, strict=True)
     )
 
 
@@ -184,7 +169,7 @@ def accuracy_by_round(section: Section) -> list[Drawing]:
             for place, one in placed
         )
         title = "Accuracy by round" + (f": {', '.join(column)}" if column else "")
-        chart = Chart(f"rounds-{experiment.name}-{number}", title, "round", "accuracy (%)", series)
+        chart = Chart(f"rounds-{experiment.name}-{number}", title, "round", PERCENT.axis, series)
         charts.append(lines(chart))
     return charts
 
@@ -211,7 +196,15 @@ def bytes_charts(section: Section) -> list[Chart]:
         ticks = tuple(" ".join(choice.label for choice in one.choices) for one in section.results)
         name = section.experiment.name
         charts.append(
-            Chart(f"{table.replace('_', '-')}-{name}", title, "", "MB", tuple(series), ticks, from_zero=True)
+            Chart(
+                f"{table.replace('_', '-')}-{name}",
+                title,
+                "",
+                MEGABYTES.axis,
+                tuple(series),
+                ticks,
+                from_zero=True,
+            )
         )
     return [chart for chart in charts if chart.series]
 

@@ -6,9 +6,8 @@ import csv
 import io
 
 from fedhassle.pages.content import Report, Result, Section
-from fedhassle.pages.drawing import unit_of
-from fedhassle.pages.wording import command, unit
-from fedhassle.reproduce.figures import Figure
+from fedhassle.pages.wording import command
+from fedhassle.reproduce.figures import Figure, unit
 
 COLUMNS = (
     *("experiment", "source", "cell", "choices", "metric", "unit", "status", "mean", "std"),
@@ -31,10 +30,9 @@ def tidy(report: Report) -> str:
 def line(section: Section, result: Result, figure: Figure) -> list[str | float | None]:
     """A figure with all that is known of it."""
     axes = section.experiment.axes
-    scale = unit_of(figure.metric)
-    mean = None if figure.ours is None else figure.ours.mean / scale
-    std = None if figure.ours is None or figure.ours.std is None else figure.ours.std / scale
-    paper = None if figure.paper is None else figure.paper / scale
+    shown = unit(figure.metric)
+    mean, std = (None, None) if figure.ours is None else shown.spread(figure.ours)
+    paper = None if figure.paper is None else shown.of(figure.paper)
     compared = mean is not None and paper is not None and result.comparable
     return [
         section.experiment.name,
@@ -42,7 +40,7 @@ def line(section: Section, result: Result, figure: Figure) -> list[str | float |
         result.name,
         " ".join(f"{axis.name}={choice.id}" for axis, choice in zip(axes, result.choices, strict=True)),
         figure.metric or "accuracy",
-        unit(figure),
+        shown.sign,
         result.status,
         rounded(mean),
         rounded(std),

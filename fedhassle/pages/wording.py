@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fedhassle.pages.content import DONE, OTHER, PARTIAL, Result, Section
 from fedhassle.pages.grid import Entry
 from fedhassle.reproduce.experiment import Narrowing
-from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.figures import Figure, unit
 from fedhassle.reproduce.text import shown_as
 
 MISSING_MARK, MINUS = "—", "−"
@@ -25,7 +25,7 @@ def ours(figure: Figure) -> str:
 
 def paper(figure: Figure) -> str | None:
     """The paper's figure, if it prints one."""
-    return None if figure.paper is None else f"{100 * figure.paper:.2f}"
+    return None if figure.paper is None else unit(figure.metric).text(figure.paper)
 
 
 def gap(entry: Entry) -> float | None:
@@ -33,7 +33,7 @@ def gap(entry: Entry) -> float | None:
     figure = entry.figure
     if figure.ours is None or figure.paper is None or not entry.result.comparable:
         return None
-    return 100 * (figure.ours.mean - figure.paper)
+    return unit(figure.metric).of(figure.ours.mean - figure.paper)
 
 
 def signed(points: float) -> str:
@@ -91,8 +91,3 @@ def of_result(result: Result, seeds: int) -> list[str]:
     names = [result.name] if whole and not like_a_seed else [f"{result.name}-{n}" for n in result.seeds]
     rounds = ["--rounds", str(result.rounds)] if result.status == OTHER else []
     return ["--only", ",".join(names), *rounds]
-
-
-def unit(figure: Figure) -> str:
-    """What a figure is counted in."""
-    return "%" if is_accuracy(figure.metric) else "MB" if figure.metric.startswith("bytes_") else ""

@@ -13,6 +13,39 @@ from fedhassle.reproduce.paper import HEADLINE, Printed, printed
 from fedhassle.runs import LAST, Metrics
 
 
+class Unit(NamedTuple):
+    """What a metric is shown in."""
+
+    sign: str
+    axis: str  # what an axis says that it is drawn on
+    scale: float  # how many of it make one of what runs measure
+    decimals: int
+
+    def of(self, value: float) -> float:
+        """A value in this unit."""
+        return self.scale * value
+
+    def text(self, value: float) -> str:
+        """A value in this unit, with its decimals."""
+        return f"{self.of(value):.{self.decimals}f}"
+
+    def spread(self, value: Spread) -> Spread:
+        """A mean and its standard deviation in this unit."""
+        return Spread(self.of(value.mean), None if value.std is None else self.of(value.std))
+
+
+PERCENT = Unit("%", "accuracy (%)", 100.0, 2)
+MEGABYTES = Unit("MB", "MB", 1e-6, 3)
+PLAIN = Unit("", "loss", 1.0, 3)
+
+
+def unit(metric: str) -> Unit:
+    """Accuracies are shown in %, bytes in MB, losses as they are."""
+    if is_accuracy(metric):
+        return PERCENT
+    return MEGABYTES if metric.startswith("bytes_") else PLAIN
+
+
 class Figure(NamedTuple):
     """One figure: accuracies are shares, bytes are those of a client in a round."""
 

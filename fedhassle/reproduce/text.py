@@ -11,7 +11,7 @@ from rich.text import Text
 from fedhassle.launch import Identity
 from fedhassle.report.groups import Spread
 from fedhassle.reproduce.experiment import Cell, Experiment
-from fedhassle.reproduce.figures import Figure, is_accuracy
+from fedhassle.reproduce.figures import Figure, unit
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, printed
 
@@ -94,14 +94,12 @@ def compared(figure: Figure) -> tuple[str, str, str]:
     ours = "missing" if figure.ours is None else shown_as(figure.metric, figure.ours)
     if figure.paper is None:
         return ours, "–", ""
-    gap = "" if figure.ours is None else f"{100 * (figure.ours.mean - figure.paper):+.2f}"
-    return ours, f"{100 * figure.paper:.2f}", gap
+    shown = unit(figure.metric)
+    gap = None if figure.ours is None else shown.of(figure.ours.mean - figure.paper)
+    return ours, shown.text(figure.paper), "" if gap is None else f"{gap:+.{shown.decimals}f}"
 
 
 def shown_as(metric: str, value: Spread) -> str:
-    """Accuracies in %, bytes in MB, losses as they are."""
-    if is_accuracy(metric):
-        return str(value)
-    unit = 1e6 if metric.startswith("bytes_") else 1.0
-    spread = "" if value.std is None else f" ± {value.std / unit:.3f}"
-    return f"{value.mean / unit:.3f}{spread}"
+    """A figure over seeds in the unit of its metric."""
+    shown = unit(metric)
+    return shown.text(value.mean) + ("" if value.std is None else f" ± {shown.text(value.std)}")
