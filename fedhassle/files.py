@@ -75,7 +75,10 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of a folder or file; the lock ends with the process, however that ends."""
+    """Keeps a second process out of a folder or file; the lock ends with the process, however that ends.
+
+    Whoever holds it may remove the file: one that was opened before is then no lock, since others find none.
+    """
     if sys.platform == "win32":  # no such locks there
         yield
         return
@@ -83,8 +86,11 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BusyError(f"another process is at work in {folder}: wait for it, or end it") from error
+            free = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except BlockingIOError:
+            free = False
+        if not free:
+            raise BusyError(f"another process is at work in {folder}: wait for it, or end it")
         yield
     finally:
         os.close(descriptor)

@@ -16,6 +16,9 @@ from small import LIMIT, call, checkpoints, cut, environment
 from fedhassle.errors import UserError
 from fedhassle.files import atomic, locked, remove_unfinished, write_json, write_text
 
+if sys.platform != "win32":
+    import fcntl
+
 UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks, links and pipes there")
 
 # Whole or not at all
@@ -214,6 +217,24 @@ def test_a_failure_ends_the_lock(tmp_path):
         raise RuntimeError("half-way")
     with locked(tmp_path):
         pass
+
+
+@UNIX
+@pytest.mark.parametrize(("made_anew", "error"), [(False, FileNotFoundError), (True, UserError)])
+def test_the_lock_of_a_file_that_is_gone_is_none(made_anew, error, tmp_path, monkeypatch):
+    """Its holder removed it and let go after it was opened: whoever comes next locks another of that name."""
+    path, honest = tmp_path / "lock", fcntl.flock
+    path.touch()
+
+    def too_late(descriptor, how):
+        path.rename(tmp_path / "gone")
+        if made_anew:
+            path.touch()
+        honest(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with pytest.raises(error), locked(path):
+        pytest.fail("it is held, and nobody can know")
 
 
 @UNIX

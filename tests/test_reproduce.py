@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,10 @@ from fedhassle.reproduce.text import duration
 from fedhassle.reproduce.work import Clock, Work
 from fedhassle.together import Event
 
+if sys.platform != "win32":
+    import fcntl
+
+UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
 RESULTS = Path(__file__).parents[1] / "results"
 TINY = f"""
 title = "Two methods on few images"
@@ -295,6 +300,26 @@ def test_a_cell_that_becomes_free_meanwhile_is_made_at_the_end(tiny, tmp_path):
             if len(order) == 2:
                 held.__exit__(None, None, None)
     assert order == [*FEDAVG[1:], FEDAVG[0]] and not work.left
+
+
+@UNIX
+def test_a_cell_that_could_not_begin_elsewhere_is_made_by_one_process_alone(tiny, tmp_path, monkeypatch):
+    """One gives up and removes its lock, a second had opened that just before, a third makes a new one."""
+    first, second, third = (work_on(tiny, tmp_path) for _ in range(3))
+    cell, honest, made = first.cells[0], fcntl.flock, []
+
+    def refuse(cell, folder):
+        raise UserError("the images cannot be had")
+
+    def meanwhile(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", honest)
+        assert first._take(cell, refuse) is None and first.failed
+        honest(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    for work in (second, third):
+        work._take(cell, lambda cell, folder, work=work: made.append(work))
+    assert made == [third] and second._elsewhere == [cell]
 
 
 def test_a_cell_that_another_process_finished_meanwhile_is_not_made(made, tiny, tmp_path):
