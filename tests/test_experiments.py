@@ -280,7 +280,7 @@ def test_two_experiments_of_one_name_are_refused(tmp_path):
         ('show = "bars"\n' + GOOD, "show = 'bars' needs columns"),
         ("metrics = [1]\n" + GOOD, "1 is no metric: write one of accuracy, loss, bytes_up, bytes_down"),
         ('metrics = ["acuracy.EM"]\n' + GOOD, "'acuracy.EM' is no metric"),
-        ('metrics = ["accuracy"]\n' + GOOD, "'accuracy' is no metric"),
+        ('metrics = ["loss"]\n' + GOOD, "'loss' is no metric"),
         ("settings = { seed = 1 }\n" + GOOD, "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "b", set = { seed = 1 }'), "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "a"'), "an id of its own"),

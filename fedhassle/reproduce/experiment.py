@@ -14,6 +14,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.launch import Identity, identify
 from fedhassle.names import nearest
 from fedhassle.report.groups import flat
+from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.requested import Changes, Requested, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
@@ -53,9 +54,7 @@ class Experiment:
     show: str  # one of `SHOWN`
     rows: tuple[str, ...]  # names of axes
     columns: tuple[str, ...]
-    metrics: tuple[
-        str, ...
-    ]  # dotted, as in a run's metrics; a method that has none of them shows its headline
+    metrics: tuple[str, ...]  # dotted, as in a run's metrics, or `HEADLINE`; so too where a run has none
     seeds: int
     settings: Mapping[str, Any]  # of all its runs, over the preset `paper`
     axes: tuple[Axis, ...]
@@ -134,7 +133,7 @@ def read_experiment(name: str) -> Experiment:
         show=table.get("show", "table"),
         rows=tuple(table.get("rows", ())),
         columns=tuple(table.get("columns", ())),
-        metrics=tuple(table.get("metrics", ())),
+        metrics=tuple(HEADLINE if metric == "accuracy" else metric for metric in table.get("metrics", ())),
         seeds=table.get("seeds", 3),
         settings=table.get("settings", {}),
         axes=tuple(read_axis(axis, name) for axis in table["axis"]),
@@ -188,9 +187,11 @@ def check(experiment: Experiment, where: str) -> None:
     over = experiment.show not in OVER_COLUMNS or bool(experiment.columns)
     require(over, f"{where}: show = {experiment.show!r} needs columns, over which it is drawn")
     for metric in experiment.metrics:
-        known = isinstance(metric, str) and metric.partition(".")[0] in MEASURED and "." in metric
+        dotted = isinstance(metric, str) and metric.partition(".")[0] in MEASURED and "." in metric
         require(
-            known, f"{where}: {metric!r} is no metric: write one of {', '.join(MEASURED)}, a dot, its name"
+            dotted or metric == HEADLINE,
+            f"{where}: {metric!r} is no metric: write one of {', '.join(MEASURED)}, a dot, its name; "
+            "or accuracy alone",
         )
     taken = [axis.name for axis in experiment.axes for choice in axis.choices if "seed" in choice.changes]
     require(

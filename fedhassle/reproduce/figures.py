@@ -117,14 +117,14 @@ def metrics_of(experiment: Experiment, summary: Metrics) -> list[str]:
 
 def expected(experiment: Experiment) -> list[str]:
     """What a method will show of which nothing has run: which predictions it makes is not known."""
-    accuracies = not experiment.metrics or any(is_accuracy(name) for name in experiment.metrics)
+    accuracies = all(is_accuracy(name) for name in experiment.metrics)
     return [HEADLINE] if accuracies else list(experiment.metrics)
 
 
 def has(line: Metrics, metric: str) -> bool:
     """Whether a line of metrics has one of that name."""
     table, _, name = metric.partition(".")
-    return isinstance(line.get(table), dict) and name in line[table]
+    return metric == HEADLINE or (isinstance(line.get(table), dict) and name in line[table])
 
 
 def by_seed(summaries: Sequence[Metrics], metric: str) -> dict[int, float]:
