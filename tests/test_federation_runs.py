@@ -11,9 +11,11 @@ from small import metrics_of, same, summary_of, tensors_of
 import fedhassle
 from fedhassle.data.partition import Split
 from fedhassle.errors import UserError
+from fedhassle.federation import coordinate as coordinating
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.following import Seen, followed, so_far
+from fedhassle.federation.messages import Content
 from fedhassle.runs import Folder
 
 RUN = """
@@ -107,21 +109,35 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     grid = network(tmp_path / "sites", agreed)
     for name in grid.sites:  # of 4 evaluations the second finds the most
         scores = iter([1, 3, 2, 3])
-        grid.behaviour[name, "evaluate"] = lambda answer, content, scores=scores: made(next(scores))
-
-    from fedhassle.federation.messages import Content
-
-    def made(right):
-        return Content({"right": {"model": right}, "count": 4})
-
+        grid.behaviour[name, "evaluate"] = lambda answer, content, scores=scores: hits(next(scores))
     every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     states = {}
     for step in coordinate(grid, every, tmp_path / "run", None, Flying().clock):
         states[step.t] = tensors_of(small.checkpoints(tmp_path / "run")[-1])
     best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
-    assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.75}
+    assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.3}
     assert same(tensors_of(tmp_path / "run" / "best.safetensors"), states[2])
     assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
+
+
+def test_the_best_round_is_never_one_that_the_coordinators_test_images_chose(tmp_path, monkeypatch):
+    """Validation finds 0.6, nothing, 0.7 and 0.8; in the gap the test images, at 0.95, stand in."""
+    agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
+    grid, data = network(tmp_path / "sites", agreed), small.dataset()
+    monkeypatch.setattr(coordinating, "accuracy", lambda *words: {"model": 0.95})
+    for name in grid.sites:
+        answers = iter([hits(6), "busy", hits(7), hits(8)])
+        grid.behaviour[name, "evaluate"] = lambda answer, content, answers=answers: next(answers)
+    kept, test = [], (data.x_test, np.asarray(data.y_test, np.int64))
+    for _ in coordinate(grid, agreed, tmp_path / "run", test, Flying().clock):
+        best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
+        kept.append((best.about["round"], best.about["validation"]["model"]))
+    assert kept == [(1, 0.6), (1, 0.6), (3, 0.7), (4, 0.8)]
+    assert [line["accuracy"]["model"] for line in metrics_of(tmp_path / "run")] == [0.6, 0.95, 0.7, 0.8]
+
+
+def hits(right):
+    return Content({"right": {"model": right}, "count": 10})
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -205,6 +221,7 @@ def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
         assert line["accuracy"] == line["test"] and line["test_stands_in"] is True
     card = (tmp_path / "run" / "model.md").read_text("utf-8")
     assert "On the images that the coordinator keeps" in card and "sites keep" not in card
+    assert not (tmp_path / "run" / "best.safetensors").exists()
 
 
 def test_the_audit_log_knows_what_a_run_is_tested_on(agreed, tmp_path):

@@ -156,21 +156,25 @@ class Judge:
     def __call__(self, state: Arrays, t: int) -> Scores | None:
         """Accuracy on the sites' validation images; if there are test images at the server, on these too.
 
-        Where no site can tell, these stand in, and the line of metrics says so.
+        Where no site can tell, these stand in, and the line of metrics says so; the best round is never
+        chosen by them, or they would be a test no more.
         """
-        scores, run = self.federation.evaluate(self.run.method, state, t), self.run
-        if self.test is not None:
-            tested = self._tested(state)
-            scores = Scores(tested, {STANDS_IN: True}) if scores is None else scores
-            scores = Scores(scores.accuracy, {**scores.more, "test": tested})
-        if scores is None:
-            return None
-        score = scores.accuracy[run.method.headline]
+        scores = self.federation.evaluate(self.run.method, state, t)
+        if scores is not None:
+            self._keep_best(state, t, scores.accuracy)
+        if self.test is None:
+            return scores
+        tested = self._tested(state)
+        scores = Scores(tested, {STANDS_IN: True}) if scores is None else scores
+        return Scores(scores.accuracy, {**scores.more, "test": tested})
+
+    def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
+        """Writes the model of a round that the sites' validation images found better than all before it."""
+        run, score = self.run, validation[self.run.method.headline]
         if score > self.best:
             self.best = score
-            words = about_model(run) | {"round": t, "validation": scores.accuracy}
+            words = about_model(run) | {"round": t, "validation": validation}
             write_arrays(run.folder.best, run.method.model(state), words)
-        return scores
 
     def _tested(self, state: Arrays) -> dict[str, float]:
         assert self.test is not None
