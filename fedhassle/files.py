@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, whatever happens."""
+"""Writing files so that a reader never sees half of one, whatever happens; and reading those that grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +121,17 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON atomically; NaN is an error, since no reader but Python's takes it."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file with one a line, which may be growing; lines that are cut off do not count.
+
+    Only a line feed ends a line: JSON may hold other characters at which Python would break one.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]

@@ -90,6 +90,14 @@ def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
     assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
 
 
+def test_a_line_of_metrics_that_is_half_written_does_not_end_the_following(agreed, tmp_path):
+    folder = Folder(tmp_path / "run")
+    steps = carried_out(folder.path, agreed, network(tmp_path / "sites", agreed))
+    with folder.metrics.open("a") as file:
+        file.write('{"round": 6, "accu')
+    assert list(followed(folder, Seen(), lambda: True)) == steps
+
+
 def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
     grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
     steps = coordinate(grid, agreed, folder.path, None, Flying().clock)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that one process has to itself."""
+"""Files that are there whole or not at all, files that grow, and folders that one process has to itself."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ import pytest
 from small import LIMIT, call, checkpoints, cut, environment
 
 from fedhassle.errors import UserError
-from fedhassle.files import atomic, locked, remove_unfinished, write_json, write_text
+from fedhassle.files import atomic, json_lines, locked, remove_unfinished, write_json, write_text
 
 if sys.platform != "win32":
     import fcntl
@@ -256,3 +256,18 @@ def test_a_run_that_another_process_carries_out_cannot_be_resumed(eight_rounds, 
     assert code == 2 and f"another process is at work in {folder}" in err
     assert [path.read_bytes() for path in files] == before
     assert call("resume", folder)[0] == 0
+
+
+# Files that grow
+
+
+def test_lines_of_json_are_read_up_to_one_that_is_half_written(tmp_path):
+    """Also where a crash has cut one off, where one is no object, and where one holds a line separator."""
+    path = tmp_path / "lines.jsonl"
+    assert json_lines(path) == []
+    lines = [{"a": 1}, {"why": "of two\u2028lines\x85"}, {"b": 2}]
+    whole = [json.dumps(line, ensure_ascii=False) for line in lines]
+    path.write_text("\n".join([whole[0], '{"a": ', "[3]", "", *whole[1:], '{"c": 3}']), "utf-8")
+    assert json_lines(path) == lines
+    path.write_bytes(path.read_bytes() + b"\n\xff\n")
+    assert json_lines(path) == [*lines, {"c": 3}]

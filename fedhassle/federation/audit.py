@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from fedhassle.files import json_lines
 
 Event = dict[str, Any]
 
@@ -29,9 +30,7 @@ class Audit:
 
     def read(self) -> list[Event]:
         """All events; a last line that was cut off by a crash does not count."""
-        if not self.path.exists():
-            return []
-        return list(whole_lines(self.path.read_text("utf-8", errors="replace").splitlines(keepends=True)))
+        return [event for event in json_lines(self.path) if "event" in event]
 
     def tested_on(self) -> str:
         """Where the test images of a run lie, as it was told last; empty where it has none."""
@@ -46,14 +45,3 @@ class Audit:
             if event["event"] == "round":
                 merged[event["round"]] = event["contributed"]
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
-
-
-def whole_lines(lines: Iterable[str]) -> Iterator[Event]:
-    """The events of lines that are whole."""
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith("\n") and isinstance(event, dict) and "event" in event:
-            yield event

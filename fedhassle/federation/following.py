@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from fedhassle.errors import UserError
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.tail import Tail
+from fedhassle.files import json_lines
 from fedhassle.method import Client
 from fedhassle.runs import Folder, Metrics, Step
 
@@ -73,6 +73,4 @@ def followed(
 
 def metrics_of(folder: Folder, t: int) -> Metrics | None:
     """The line of metrics of a round, if it was evaluated."""
-    lines = folder.metrics.read_text("utf-8").splitlines() if folder.metrics.exists() else []
-    found: list[Metrics] = [json.loads(line) for line in lines]
-    return next((metrics for metrics in found if metrics["round"] == t), None)
+    return next((metrics for metrics in json_lines(folder.metrics) if metrics.get("round") == t), None)
