@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -148,6 +149,13 @@ def test_a_line_of_the_audit_log_that_was_cut_off_harms_no_other(tmp_path):
     path.write_text(path.read_text() + '{"event": "rou')
     Audit(path).write("round", round=2, contributed=["b"], failed=[])
     assert [event["round"] for event in Audit(path).read()] == [1, 2]
+
+
+def test_a_line_of_the_audit_log_is_on_the_disk_before_the_run_goes_on(tmp_path, monkeypatch):
+    path, synced = tmp_path / "audit.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, path.read_bytes())))
+    Audit(path).write("finished")
+    assert synced == [(path.stat().st_ino, path.read_bytes())] and path.read_bytes().endswith(b"\n")
 
 
 # Validation

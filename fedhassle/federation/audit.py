@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class Audit:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read(self) -> list[Event]:
         """All events; a last line that was cut off by a crash does not count."""
