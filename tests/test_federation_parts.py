@@ -345,16 +345,67 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
         processes.flwr(tmp_path, "supernode", "list", "nowhere")
 
 
-def test_a_process_is_ended_with_its_children(tmp_path):
-    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])"
-    script = f"import subprocess, sys, time; {child}; "
-    script += "print('on', flush=True); time.sleep(99)"
+SLEEP = "import time; time.sleep(99)"
+
+
+def parent(then, **how):
+    """A program that starts another, says its number, and goes on."""
+    child = f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], **{how!r})"
+    return [sys.executable, "-c", f"import subprocess, sys; {child}; print(child.pid, flush=True); {then}"]
+
+
+def said_number(process, log):
+    processes.wait_for(lambda: log.read_text().endswith("\n"), process, log, 60, "it")
+    return int(log.read_text())
+
+
+@pytest.mark.parametrize("how", [{}, {"start_new_session": True}], ids=["in its group", "in another"])
+def test_a_child_is_ended_in_whatever_group_it_is(how, tmp_path):
     log = tmp_path / "log.txt"
-    with processes.running([sys.executable, "-c", script], tmp_path, log) as process:
-        processes.wait_for(lambda: "on" in log.read_text(), process, log, 60, "it")
-        (child,) = processes.children(process.pid)
-        assert processes.is_alive(child)
+    with processes.running(parent(SLEEP, **how), tmp_path, log) as process:
+        child = said_number(process, log)
+        assert processes.children(process.pid) == [child] and processes.is_alive(child)
     assert process.poll() is not None and not processes.is_alive(child)
+
+
+def test_a_child_is_ended_where_its_parent_has_gone_before(tmp_path):
+    log = tmp_path / "log.txt"
+    with processes.running(parent("pass"), tmp_path, log) as process:
+        assert process.wait(60) == 0
+        child = int(log.read_text())
+        assert processes.is_alive(child)
+    assert not processes.is_alive(child)
+
+
+def test_a_child_is_ended_where_the_system_does_not_tell_of_it(tmp_path, monkeypatch):
+    log = tmp_path / "log.txt"
+    with processes.running(parent(SLEEP), tmp_path, log) as process:
+        child = said_number(process, log)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "PROC", tmp_path / "none")
+            processes.end(process, grace=2)
+        assert not processes.is_alive(child)
+
+
+def test_a_process_without_a_group_of_its_own_is_ended_alone():
+    """Not with all of this one's group."""
+    process, beside = (subprocess.Popen([sys.executable, "-c", SLEEP]) for _ in range(2))
+    try:
+        processes.end(process)
+        assert process.poll() is not None and beside.poll() is None
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+def test_a_thread_that_ends_meanwhile_hides_no_children_of_others(tmp_path, monkeypatch):
+    """A system on which process 7 has three threads, one of which is gone, and 9 has a child."""
+    for task, started in (("7/task/7", "8 9 "), ("7/task/70", None), ("7/task/71", "10"), ("9/task/9", "11")):
+        (tmp_path / task).mkdir(parents=True)
+        if started is not None:
+            (tmp_path / task / "children").write_text(started)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert sorted(processes.children(7)) == [8, 9, 10, 11] and processes.children(12) == []
 
 
 def test_a_process_that_ends_too_soon_is_an_error_with_its_last_words(tmp_path):

@@ -24,6 +24,7 @@ from fedhassle.files import write_text
 CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
 PARENT = "FEDHASSLE_PARENT"  # the variable with the number of the process that started one
 GRACE = 10.0  # seconds that a process has to end by itself
+PROC = Path("/proc")  # where Linux tells of processes
 
 
 class Tls(NamedTuple):
@@ -132,8 +133,12 @@ def end_with_parent() -> None:
 
 
 def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
-    """Ends a process, then what is left of those below it: by request, then by force."""
-    below = children(process.pid)
+    """Ends a process, then what is left of its group and of those below it that have left the group.
+
+    First by request, then by force. The group is the one that the process leads, so never this process's
+    own; where it leads none, there is none of that number.
+    """
+    group, below = process.pid, children(process.pid)
     if process.poll() is None:
         process.terminate()
         try:
@@ -142,31 +147,68 @@ def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
             process.kill()
             process.wait()
     for force in (signal.SIGTERM, signal.SIGKILL):
+        if group_is_alive(group):
+            with suppress(OSError):
+                os.killpg(group, force)
         for pid in filter(is_alive, below):
-            with suppress(ProcessLookupError):
-                os.kill(pid, force)
+            if group_of(pid) != group:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, force)
         deadline = time.monotonic() + grace
-        while any(map(is_alive, below)) and time.monotonic() < deadline:
+        while (group_is_alive(group) or any(map(is_alive, below))) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def children(pid: int) -> list[int]:
     """The processes below a process, the nearest first; none where the system does not tell."""
+    near = [child for task in entries(PROC / str(pid) / "task") for child in started_by(task)]
+    return near + [far for child in near for far in children(child)]
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where there is none."""
     try:
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        near = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        return list(folder.iterdir())
     except OSError:
         return []
-    return near + [far for child in near for far in children(child)]
+
+
+def started_by(task: Path) -> list[int]:
+    """The processes that a thread has started; none of a thread that has ended meanwhile."""
+    try:
+        return [int(child) for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def group_is_alive(group: int) -> bool:
+    """Whether a process of a group is there and not merely waiting to be buried, where the system tells."""
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    found = [int(path.name) for path in entries(PROC) if path.name.isdigit()]
+    return not found or any(group_of(pid) == group and is_alive(pid) for pid in found)
+
+
+def group_of(pid: int) -> int | None:
+    """The group of a process; None of one that is gone."""
+    told = told_of(pid)
+    return int(told[2]) if told else None
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process is there and not merely waiting to be buried."""
+    told = told_of(pid)
+    return bool(told) and told[0] != "Z"
+
+
+def told_of(pid: int) -> list[str]:
+    """What the system tells of a process: state, parent, group and more; nothing once it is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return False
-    return state != "Z"
+        return []
 
 
 def superlink_command(tls: Tls, port: int, database: Path, host: str = "127.0.0.1") -> list[str]:
