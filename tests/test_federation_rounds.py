@@ -8,6 +8,7 @@ import torch
 from federations import FEW, NET, federation, terms
 from test_every_method import TELLING, made
 
+from fedhassle.engine import Engine
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Content
 from fedhassle.methods import METHODS
@@ -379,6 +380,21 @@ def test_what_a_site_reports_is_what_its_images_say(tmp_path):
     pixels = torch.from_numpy((x[rows] / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
     right = (method.net.logits(vector, pixels).argmax(1).numpy() == y[rows]).sum()
     assert answer.words == {"right": {"model": right}, "count": len(rows)}
+
+
+def test_a_site_measures_in_float32_whatever_it_trains_in(tmp_path, monkeypatch):
+    """As the simulator and the coordinator do, whose figures stand beside its own."""
+    from federations import held, site
+
+    x, y = held(small.dataset())["client 1"]
+    node, method, seen = site(tmp_path, "client 1", x, y, terms(validation=0.4)), METHODS["fedavg"], []
+    node.engine, predict = Engine(small.CPU, "bf16"), method.predict
+    monkeypatch.setattr(method, "predict", lambda *words: seen.append(predict(*words)) or seen[-1])
+    words = {"run": "abc", "method": {"name": "fedavg"}, "net": NET, "seed": 0, "round": 1}
+    vector, net = made("fedavg").initial(0)["w"], made("fedavg").net
+    assert "right" in node.answer("evaluate", Content(words, {"whole w": vector.numpy()})).words
+    images = torch.from_numpy(x[node.parts.validation])
+    assert torch.equal(seen[0]["model"], net.logits(vector, small.simulator().views.normalise(images)))
 
 
 def test_a_site_keeps_no_more_than_what_a_round_may_go_back_to(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import small
 import torch
 
+from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError
 from fedhassle.evaluate import accuracy
 from fedhassle.method import Client, Descent, Update
@@ -270,3 +271,15 @@ def test_accuracy_is_the_share_over_all_batches(at_once, small_is, monkeypatch):
     monkeypatch.setattr(FedAvg, "predict", lambda self, w, x: seen.append(len(x)) or predict(self, w, x))
     assert accuracy(method, state, images, truth, views) == {"model": 35 / 40}
     assert seen == [16, 16, 8]
+
+
+def test_accuracy_is_measured_in_float32_whatever_training_is_in(monkeypatch):
+    data, method, seen = small.dataset(), FedAvg(small.net()), []
+    images, y, views = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test), small.simulator().views
+    state, predict = method.initial(0), FedAvg.predict
+    expected = method.net.logits(state["w"], views.normalise(images))
+    monkeypatch.setattr(FedAvg, "predict", lambda *words: seen.append(predict(*words)) or seen[-1])
+    with Engine(small.CPU, "bf16").lowered():
+        assert not torch.equal(method.net.logits(state["w"], views.normalise(images)), expected)
+        accuracy(method, state, images, y, views)
+    assert torch.equal(seen[0]["model"], expected)

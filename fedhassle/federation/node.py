@@ -173,8 +173,7 @@ class SiteNode:
         images, y = (
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
-        with self.engine.lowered():
-            found = hits(study.method, state, images, y, study.simulator.views)
+        found = hits(study.method, state, images, y, study.simulator.views)
         log.info(
             "round %s: evaluated the model on %d validation images", content.words.get("round"), len(rows)
         )
