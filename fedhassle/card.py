@@ -77,9 +77,14 @@ def table(summary: Metrics) -> str:
     return "\n".join(lines)
 
 
+def is_federations(summary: Mapping[str, Any]) -> bool:
+    """Whether a summary is that of a real federation: it alone names its sites."""
+    return "sites" in summary
+
+
 def tested_on(summary: Mapping[str, Any]) -> str:
     """The images that accuracies were measured on."""
-    if "sites" in summary:
+    if is_federations(summary):
         return tested_at(summary)
     held = summary["settings"]["data"].get("holdout")
     kind = f"{held:.0%} of the training images" if held else "the test images"
@@ -100,7 +105,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
     """What trained the model, a line each."""
     channels, height, width = about["shape"]
     settings, machine = summary["settings"], summary["hardware"]
-    place = "the sites' own machines" if "sites" in summary else machine["gpu"] or machine["cpu"]
+    place = "the sites' own machines" if is_federations(summary) else machine["gpu"] or machine["cpu"]
     return {
         "classes": listed(about["class_names"]),
         "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}; normalised with mean "
@@ -128,12 +133,12 @@ def sites(counts: Mapping[str, int]) -> str:
 def drawn(summary: Mapping[str, Any]) -> int:
     """How many sites take part in a round."""
     wanted: int = summary["settings"]["clients_per_round"]
-    return min(wanted, len(summary["sites"])) if "sites" in summary else wanted
+    return min(wanted, len(summary["sites"])) if is_federations(summary) else wanted
 
 
 def split(summary: Mapping[str, Any]) -> str:
     """How the images were divided."""
-    if "sites" in summary:  # of a real federation
+    if is_federations(summary):
         return "none: each site has its own images"
     settings = summary["settings"]["split"]
     keys = ("kind", "annotation", "labels", "alpha")

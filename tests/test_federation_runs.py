@@ -16,7 +16,7 @@ from fedhassle.federation.audit import Audit
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.following import Seen, followed, so_far
 from fedhassle.federation.messages import Content
-from fedhassle.runs import Folder
+from fedhassle.runs import Folder, read_summary
 
 RUN = """
         rounds = 4
@@ -67,6 +67,7 @@ def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp
     assert summary["data"] == "small" and summary["rounds"] == 4
     assert set(summary["sites"]) == {"client 1", "client 2", "client 3"}
     assert summary["settings"]["method"]["partial"] == "mixed"
+    assert summary["split_hash"] is None and read_summary(tmp_path / "run") == summary
     loaded = fedhassle.load(tmp_path / "run" / "model.safetensors", allow_import=True)
     counts = loaded.about["sites"]
     assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)

@@ -133,7 +133,11 @@ def about(agreement: Agreement, run: Run, there: dict[str, Introduction]) -> dic
         name: {"labelled": said.client.labelled, "unlabelled": said.client.unlabelled}
         for name, said in there.items()
     }
-    return {"settings_hash": hashlib.sha256(words.encode()).hexdigest()[:16], "sites": sites}
+    return {
+        "settings_hash": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "split_hash": None,  # each site has its own images
+        "sites": sites,
+    }
 
 
 def require_judges(there: dict[str, Introduction], test: Images | None) -> None:
