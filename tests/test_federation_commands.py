@@ -142,6 +142,30 @@ def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, picture
     assert "no server answers" in err and f"--test {moved}" in one_line(err) and "as before" not in out
 
 
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        ("pending", "another run is going on with these sites, in /runs/first"),
+        ("running", "another run is going on with these sites, in /runs/first"),
+        ("finished:stopped", "submitted"),
+    ],
+)
+def test_a_second_run_is_refused_while_another_is_going_on(
+    status, message, coordinator, tmp_path, monkeypatch
+):
+    """Sites would be asked by both in turn; one that has ended is in nobody's way."""
+
+    def submit(*words):
+        raise UserError("submitted")
+
+    monkeypatch.setattr(processes, "submit", submit)
+    first = control.Running(1, status, "2026-01-02", "/runs/first")
+    monkeypatch.setattr(control, "runs", lambda link: [first])
+    code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
+    assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
+    assert f"go on with: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
+
+
 def one_line(text):
     """A text whose lines may be broken anywhere."""
     return " ".join(text.split())

@@ -216,7 +216,13 @@ def follow_run(
     from fedhassle.view import follow
 
     link = link_of(folder)
-    going = [one.id for one in control.runs(link) if one.alive and one.folder == str(place.path)]
+    alive = [one for one in control.runs(link) if one.alive]
+    going = [one.id for one in alive if one.folder == str(place.path)]
+    if alive and not going:
+        raise UserError(
+            f"another run is going on with these sites, in {alive[0].folder}: wait for its end, or follow it "
+            "with --out and stop it by Ctrl-C (the run of a server that was killed ends within a minute)"
+        )
     seen = so_far(place)
     if going:
         say("it is going on already: following it")
