@@ -21,7 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation import attending, control, hosting, processes
 from fedhassle.federation.admission import AdmittedSite, admit_site
 from fedhassle.federation.agreement import read_agreement
-from fedhassle.federation.attending import kept, site_name
+from fedhassle.federation.attending import keep_running, site_name
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.demo import write_places
 from fedhassle.federation.folder import FederationFolder
@@ -281,7 +281,7 @@ def test_a_node_that_ends_is_started_again_but_not_for_ever(tmp_path):
     command = python(f"{LINE.format('hello')}; raise SystemExit(7)")
     lines = []
     with pytest.raises(UserError, match="has ended 6 times in a row"):
-        for line in kept(command, tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)):
+        for line in keep_running(command, tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)):
             lines.append(line)  # noqa: PERF402 - they count though it ends in an error
     assert lines.count("03:04:05 hello") == 6
     assert lines.count("the node has ended (exit code 7): it is started again in 5 s") == 5
@@ -289,7 +289,7 @@ def test_a_node_that_ends_is_started_again_but_not_for_ever(tmp_path):
 
 def test_a_node_that_had_worked_for_long_is_started_again_each_time(tmp_path):
     clock = itertools.count(0, 1000)
-    lines = kept(
+    lines = keep_running(
         *(python("raise SystemExit(7)"), tmp_path, tmp_path / "log"),
         pause=lambda seconds: time.sleep(0.01),
         now=lambda: next(clock),
@@ -301,7 +301,7 @@ def test_a_node_that_had_worked_for_long_is_started_again_each_time(tmp_path):
 def test_a_node_that_cannot_work_at_all_is_not_started_again(tmp_path):
     code = f"{LINE.format('no images')}; raise SystemExit({attending.IMPOSSIBLE})"
     with pytest.raises(UserError, match="the node cannot work: 03:04:05 no images"):
-        list(kept(python(code), tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)))
+        list(keep_running(python(code), tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)))
 
 
 def test_what_was_started_ends_with_whoever_started_it(tmp_path):

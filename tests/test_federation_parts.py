@@ -244,7 +244,7 @@ class Outbox:
 def test_an_answer_left_over_from_a_stopped_run_delays_no_other(mended):
     """Flower's own sending, as it is, answers each message when the next has come."""
     own = import_module(pace.AT_NODE)._push_messages
-    push, state, sent = pace.thorough(own) if mended else own, Outbox(), []
+    push, state, sent = pace.push_until_sent(own) if mended else own, Outbox(), []
 
     def send(message, tree, seconds):
         sent.append(message.metadata.message_id)
@@ -276,12 +276,12 @@ def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_
             raise refusing(pace.NOT_LET_IN)
         return "in"
 
-    assert pace.persistent(activate)("client", "request") == "in" and len(tries) == 21
+    assert pace.retry_activation(activate)("client", "request") == "in" and len(tries) == 21
     with pytest.raises(httpx.HTTPStatusError):  # for ever it does not knock
-        pace.persistent(lambda: (_ for _ in ()).throw(refusing(pace.NOT_LET_IN)))()
+        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(pace.NOT_LET_IN)))()
     assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
     with pytest.raises(httpx.HTTPStatusError):  # nor where another reason is given
-        pace.persistent(lambda: (_ for _ in ()).throw(refusing(2001)))()
+        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)))()
     assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
 
 
@@ -420,7 +420,7 @@ def test_a_process_that_ends_too_soon_is_an_error_with_its_last_words(tmp_path):
 def test_the_app_is_two_lines_that_flower_can_build(tmp_path):
     app = processes.write_app(tmp_path / "app")
     built = subprocess.run(
-        [processes.beside("flwr"), "build", "--app", str(app)],
+        [processes.program_path("flwr"), "build", "--app", str(app)],
         cwd=tmp_path,
         env=processes.environment(tmp_path / "home"),
         capture_output=True,

@@ -22,7 +22,7 @@ from fedhassle.federation import hosting, processes
 from fedhassle.federation.admission import admit_site, admitted, expel_site
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
 from fedhassle.federation.control import register, registered, runs, stop
-from fedhassle.federation.found import found_federation
+from fedhassle.federation.founding import found_federation
 from fedhassle.federation.keys import make_site_key, read_public_key
 from fedhassle.federation.node import parted
 from fedhassle.federation.terms import dataset_of, run_settings

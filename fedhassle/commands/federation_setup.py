@@ -73,7 +73,7 @@ def init(
     """
     require_flower()
     from fedhassle.federation.agreement import Agreement, agreement_hash
-    from fedhassle.federation.found import found_federation
+    from fedhassle.federation.founding import found_federation
     from fedhassle.federation.keys import certificate_fingerprint
 
     terms = chosen_terms(classes, like, from_folder, labels, size, channels)
@@ -100,7 +100,7 @@ def chosen_terms(
     channels: int | None,
 ) -> DataTerms:
     """What the options say of the images."""
-    from fedhassle.federation import found
+    from fedhassle.federation import founding
 
     ways = [way for way in (classes, like, folder) if way is not None]
     require(len(ways) == 1, "say what the images are with one of --classes, --like and --from-folder")
@@ -108,16 +108,16 @@ def chosen_terms(
     sides = None if size is None else parsed_size(size)
     require(channels in (None, 1, 3), f"--channels is 1 (grey) or 3 (colour), got {channels}")
     if folder is not None:
-        return found.terms_of_folder(folder, labels, sides, channels)
+        return founding.terms_of_folder(folder, labels, sides, channels)
     if classes is not None:
         names = [name.strip() for name in classes.split(",")]
         require(sides is not None, "--classes goes with --size, such as --size 64")
-        return found.terms_by_classes(names, sides or (0, 0), channels or 3)
-    terms = found.terms_like(like or "")
+        return founding.terms_by_classes(names, sides or (0, 0), channels or 3)
+    terms = founding.terms_like(like or "")
     if sides is None and channels in (None, terms.channels):
         return terms
     sides = sides or (terms.height, terms.width)
-    return found.terms_by_classes(terms.class_names, sides, channels or terms.channels)
+    return founding.terms_by_classes(terms.class_names, sides, channels or terms.channels)
 
 
 def parsed_size(size: str) -> tuple[int, int]:

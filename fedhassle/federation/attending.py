@@ -40,14 +40,14 @@ def attended(folder: FederationFolder, name: str, address: str, about: Mapping[s
     own = {"file": str(folder.agreement.resolve()), "memory": str((home / "memory").resolve())}
     with locked(home):
         write_text(config, tomli_w.dumps({"site": name, **own, **about}))
-        yield from kept(
+        yield from keep_running(
             lambda: supernode_command(address, folder.ca, folder.site_key(name), config),
             home / "flower",
             home / "node.log",
         )
 
 
-def kept(
+def keep_running(
     command: Callable[[], Sequence[str]],
     home: Path,
     log: Path,

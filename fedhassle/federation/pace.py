@@ -65,11 +65,12 @@ def hurry_node() -> None:
     node: Any = import_module(AT_NODE)
     node.time = SimpleNamespace(sleep=sleep)
     shorten_retries(node)
-    node._push_messages = thorough(node._push_messages)
-    FleetHttpClient.ActivateNode = persistent(FleetHttpClient.ActivateNode)  # type: ignore[method-assign]
+    node._push_messages = push_until_sent(node._push_messages)
+    client: Any = FleetHttpClient
+    client.ActivateNode = retry_activation(client.ActivateNode)
 
 
-def thorough(push: Callable[..., None]) -> Callable[..., None]:
+def push_until_sent(push: Callable[..., None]) -> Callable[..., None]:
     """A SuperNode's sending of answers, made again until that to its last message is among them.
 
     It ends with the first answer that there is, which may be one left over from a run that was stopped.
@@ -86,7 +87,7 @@ def thorough(push: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def persistent(activate: Callable[..., T]) -> Callable[..., T]:
+def retry_activation(activate: Callable[..., T]) -> Callable[..., T]:
     """A call by which a node says that it is there, made again while the SuperLink does not let it in."""
 
     def call(*words: Any) -> T:

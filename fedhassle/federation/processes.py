@@ -56,7 +56,7 @@ def environment(home: Path | None) -> dict[str, str]:
     }
 
 
-def beside(name: str) -> str:
+def program_path(name: str) -> str:
     """A program of the environment that this Python is of, whether that is activated or not."""
     return str(Path(sys.executable).parent / name)
 
@@ -249,7 +249,7 @@ def connect(home: Path, address: str, ca: Path) -> None:
 
 def flwr(home: Path, *words: str, timeout: float = 120.0) -> dict[str, Any]:
     """One of Flower's commands; its answer, or an error with what it said."""
-    command = [beside("flwr"), *words, "--format", "json"]
+    command = [program_path("flwr"), *words, "--format", "json"]
     try:
         done = subprocess.run(
             command, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
