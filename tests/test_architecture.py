@@ -45,6 +45,9 @@ LAYERS = [  # from the bottom to the top; a module imports what lies below it, o
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 ENGINE = (
+    "engine.py",
+    "wire.py",
+    "memory.py",
     "local.py",
     "ahead.py",
     "graphs.py",
@@ -52,6 +55,7 @@ ENGINE = (
     "recording.py",
     "lanes.py",
     "rounds.py",
+    "evaluate.py",
     "runs.py",
     "simulator.py",
 )

@@ -321,7 +321,10 @@ def test_sage_mixes_the_labels_of_both_models(rng):
 
 @pytest.mark.parametrize(
     ("p", "q", "share"),
-    [(0.96, 0.96, 1.0), (0.97, 0.92, 0.5), (0.96, 0.86, 0.25), (0.94, 0.99, 0.0), (0.95, 0.6, 2.0**-7)],
+    [
+        *((0.96, 0.96, 1.0), (0.97, 0.92, 0.5), (0.96, 0.86, 0.25), (0.94, 0.99, 0.0)),
+        *((0.95, 0.6, 2.0**-7), (0.6, 0.95, 0.0)),  # exactly at the threshold
+    ],
 )
 def test_sage_halves_its_share_with_every_twentieth_of_confidence(p, q, share):
     """Local class 0 with confidence p, global class 1 with q; the strong view says σ(z) = (½, ¼, ¼)."""
@@ -331,7 +334,7 @@ def test_sage_halves_its_share_with_every_twentieth_of_confidence(p, q, share):
         return torch.tensor([[confidence if m == k else rest for m in range(3)]], dtype=torch.float64).log()
 
     strong = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
-    method = Sage(NET, confidence=0.95 - 1e-12)
+    method = Sage(NET, confidence=sure_of(0, 0.95).softmax(1).max().item())  # 0.95, but for its last bit
     found = method.consistency(sure_of(0, p), lambda _: sure_of(1, q), None, strong).item()
     assert found == pytest.approx((share * 1 + (1 - share) * 2) * np.log(2), rel=1e-9)
 
@@ -499,12 +502,15 @@ def psi_by_hand(world, sigma, psi, helpers, sure):
 @pytest.mark.parametrize("alone", [False, True], ids=["beside sigma", "alone"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
+    """The confidence asked for is that of one of the samples, to the bit: it counts."""
     psi, helpers = vector(rng), [vector(rng) for _ in range(count)]
     sigma = world.sent if alone else world.w
     z = f(world.weak, sigma + psi)
-    sure = middle(z) - 1e-12
-    value, by_hand, votes = psi_by_hand(world, sigma, psi, helpers, sure)
+    value, by_hand, votes = psi_by_hand(world, sigma, psi, helpers, middle(z) - 1e-12)
     assert count < 2 or votes != z.argmax(1).tolist()  # the helpers outvote the client somewhere
+    own = Model(NET, *tensors(w=sigma + psi, s=sigma[:0]).values())(torch.from_numpy(world.weak))
+    sure = own.softmax(1).amax(1).sort().values[len(own) // 2].item()
+    assert sure == pytest.approx(middle(z), rel=1e-14)
     method = FedMatch(NET, confidence=sure)
     sent = {"sigma": world.sent, "psi": psi} | {f"helper {i}": v for i, v in enumerate(helpers)}
     known = as_models(tensors(**sent), method.networks())
@@ -669,7 +675,12 @@ def test_fedmatch_takes_means_and_remembers_what_it_needs_for_helpers(weights, l
     assert method.model(alone).keys() == {"sigma", "psi"}
 
 
-OUTPUTS = {"a": (0.7, 0.3), "b": (0.4, 0.6), "c": (0.6, 0.4), "d": (0.1, 0.9)}  # nearest to a: c, b, d
+OUTPUTS = {  # nearest to a: d, b, c by Euclidean distance, b, d, c by the sum of gaps, c, b, d by the largest
+    "a": (0.30, 0.30, 0.20, 0.20),
+    "b": (0.56, 0.04, 0.20, 0.20),
+    "c": (0.49, 0.49, 0.01, 0.01),
+    "d": (0.57, 0.165, 0.065, 0.20),
+}
 
 
 def fedmatch_state():
@@ -682,10 +693,10 @@ def fedmatch_state():
 @pytest.mark.parametrize(
     ("settings", "client", "expected"),
     [
-        ({}, "a", "cb"),
-        ({}, "d", "bc"),
-        ({"helpers": 1}, "b", "c"),
-        ({"helpers": 9}, "a", "cbd"),
+        ({}, "a", "db"),
+        ({}, "d", "ba"),
+        ({"helpers": 1}, "b", "d"),
+        ({"helpers": 9}, "a", "dbc"),
         ({"helpers": 0}, "a", ""),
         ({}, "new", ""),
     ],

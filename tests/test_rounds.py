@@ -12,7 +12,7 @@ from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError
 from fedhassle.evaluate import accuracy
 from fedhassle.method import Client, Descent, Update
-from fedhassle.methods import FedAvg, Hassle
+from fedhassle.methods import FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.rounds import Plan, Reply, federate, select
 from fedhassle.runs import Scores, Tally
@@ -24,7 +24,7 @@ CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
 
 def reply(client, values, samples):
     arrays = {name: torch.tensor(value) for name, value in values.items()}
-    return Reply(Update(client, arrays, dict.fromkeys(arrays, samples), {}), 1, 1)
+    return Reply(Update(client, arrays, dict.fromkeys(arrays, samples), {}), bytes_down=3, bytes_up=7)
 
 
 class Scripted:
@@ -64,15 +64,53 @@ def test_an_update_that_is_not_finite_is_dropped_and_named(bad, caplog):
     assert "ann" not in warning.getMessage() and "cat" not in warning.getMessage()
 
 
+def line_of(method, *rounds):
+    """The line of metrics of some rounds."""
+    tally = Tally(method)
+    for done in rounds:
+        tally.add(done)
+    return tally.metrics(rounds[-1].t, Scores({"model": 0.5}), 1.0)
+
+
 def test_the_bytes_of_a_dropped_update_have_travelled():
+    """Two clients, of whom one drops out: 3 bytes to each, 7 bytes from each."""
     federation = Scripted({"ann": (3, [1.0]), "bob": (9, [float("nan")])})
-    done = one_round(federation, {"w": torch.zeros(1)})
-    all_of_them = sum(reply.bytes_up for reply in (*done.replies, *done.dropped))
-    tally = Tally(FedAvg(NET))
-    tally.add(done)
-    metrics = tally.metrics(1, Scores({"model": 0.5}), 1.0)
-    assert metrics["bytes_up"] == {"full": all_of_them, "partial": 0, "unlabelled": 0}
-    assert all_of_them > done.replies[0].bytes_up > 0
+    line = line_of(FedAvg(NET), one_round(federation, {"w": torch.zeros(1)}))
+    assert line["bytes_down"] == {"full": 6, "partial": 0, "unlabelled": 0}
+    assert line["bytes_up"] == {"full": 14, "partial": 0, "unlabelled": 0}
+
+
+LINEAR = small.net(small.Linear)
+QUICK = {"batch": 8, "epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "down", "up"),
+    [
+        (FedAvg(LINEAR, **QUICK), (1 + 1, 1 + 1, 0), (1 + 1, 1 + 1, 0)),
+        (RSCFed(LINEAR, **QUICK), (1 + 1, 1 + 1, 1 + 1), (1 + 1, 1 + 1, 1 + 1)),
+        (Hassle(LINEAR, residual_steps=1, **QUICK), (3 + 3, 4 + 5, 3 + 5), (2 + 2, 4 + 4, 2 + 2)),
+        (
+            FedMatch(LINEAR, unlabelled=True, helper_rounds=2, least_change=0.0, **QUICK),
+            (2 + 2, 2 + 4, 2 + 4),
+            (1 + 1, 2 + 2, 1 + 1),
+        ),
+    ],
+    ids=["fedavg", "rscfed", "hassle", "fedmatch"],
+)
+def test_the_bytes_of_a_line_are_those_of_each_kind_and_way(method, down, up):
+    """Vectors to and from a full, a partial and an unlabelled client, in round 1 + in round 2.
+
+    RSCFed's teachers stay where they are. HASSLE sends the dual that a residual belongs to from round 2 on,
+    FedMatch two helpers in round 2 to those who have trained ψ. A vector has 584 numbers of four bytes, and
+    all of the one full client, the three partial and the two unlabelled ones take part.
+    """
+    line = line_of(method, *small.simulate(method, 2, per_round=6))
+    kinds, clients, vector = ("full", "partial", "unlabelled"), (1, 3, 2), 4 * 584
+    for way, vectors in (("bytes_down", down), ("bytes_up", up)):
+        expected = [vector * n * each for n, each in zip(clients, vectors, strict=True)]
+        assert line[way] == dict(zip(kinds, expected, strict=True))
+    assert line["clients"] == dict(zip(kinds, (2, 6, 4), strict=True))
 
 
 def test_networks_may_run_where_updates_are_merged():

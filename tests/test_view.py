@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fedhassle import view
+from fedhassle.report.groups import grouped
 from fedhassle.together import Event
 from fedhassle.view import OF_SEVERAL, follow_together
 
@@ -81,3 +82,21 @@ def test_the_table_of_a_run_shows_any_name(data):
     console.print(view.final_table(summary | {"accuracy": {"[x]": score}}))
     shown = console.file.getvalue()
     assert data in shown and "[x]" in shown
+
+
+def test_a_comparison_has_what_clients_sent_and_how_long_it_took():
+    """Two seeds of two lines: up 2·(1 + 2 + 3) and 2·(3 + 4 + 5) MB, in 1 and 2 minutes; down is no part."""
+    score = dict.fromkeys(("mean_of_last", "last", "best"), 0.5)
+
+    def summary(seed):
+        up = {kind: (n + 2 * seed) * 1e6 for n, kind in enumerate(("full", "partial", "unlabelled"), start=1)}
+        line = {"accuracy": {"EM": 0.5}, "bytes_up": up, "bytes_down": dict.fromkeys(up, 9e6)}
+        about = {"method": "mine", "data": "small", "seed": seed, "settings_hash": "a", "settings": {}}
+        figures = {"accuracy": {"EM": score}, "headline": "EM", "seconds": 60.0 * (1 + seed)}
+        return about | figures | {"history": [line | {"round": 1}, line | {"round": 2}]}
+
+    console = Console(width=100, file=io.StringIO())
+    console.print(view.comparison_table(grouped([summary(0), summary(1)])))
+    _, titles, _, row = (line for line in console.file.getvalue().splitlines() if line.strip())
+    assert titles.split() == ["run", "seeds", "prediction", "accuracy", "best", "MB", "up", "min"]
+    assert row.split() == ["mine", "2", "EM", "50.00", "±", "0.00", "50.00", "18", "1.5"]
