@@ -17,7 +17,7 @@ from fedhassle.pages.content import MISSING, OTHER, PARTIAL
 from fedhassle.pages.drawing import by_round, default_split
 from fedhassle.pages.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, findings
 from fedhassle.pages.grid import grid
-from fedhassle.pages.page import letters, page
+from fedhassle.pages.page import difference, letters, page
 from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 
@@ -350,6 +350,29 @@ def test_verdicts(ledger, tmp_path):
     ledgers.put(tmp_path, ledgers.summary(ablation["no-gra-mpa-0"], ledgers.hassle(0.6)))
     gra, *_ = findings(made(tmp_path, "ablation"))
     assert gra.verdict == NOT and "by -10.00 points; on one seed each" in gra.numbers
+
+
+@pytest.mark.parametrize(
+    ("at", "rest", "verdict", "gap"), [(0.5, 0.6, CONFIRMED, 10), (0.6, 0.5, NOT, -10), (0.5, 0.5, CONFIRMED, 0)]
+)
+def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, gap, tmp_path):
+    """γ = 0.1 against each of the four other weights: the paper says that those are higher."""
+    for key, cell in by_key("gamma").items():
+        ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(at if key.startswith("0.1-") else rest)))
+    (worst,) = findings(made(tmp_path, "gamma"))
+    assert [(pair.high.label, pair.low.label) for pair in worst.pairs] == [
+        (other, "0.1") for other in ("0", "0.0001", "0.001", "0.01")
+    ]
+    assert [pair.gap for pair in worst.pairs] == pytest.approx([gap] * 4)
+    assert worst.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("points", "look", "shown"),
+    [(3.0, "above", "+3.00"), (0.004, "level", "+0.00"), (-0.004, "level", "−0.00"), (-3.0, "below", "−3.00")],
+)
+def test_a_difference_is_coloured_by_its_sign(points, look, shown):
+    assert difference(points) == f'<span class="gap {look}">{shown}</span>'
 
 
 @pytest.mark.parametrize(
