@@ -1,15 +1,19 @@
 """The experiments that are shipped, the paper's figures beside them, and how a part of them is chosen."""
 
 import itertools
+import json
+import re
+from functools import cache
 
 import numpy as np
 import pytest
 
+from fedhassle.build import build_method, build_net, build_split
 from fedhassle.config import resolve
-from fedhassle.data.datasets import CATALOGUE
-from fedhassle.data.layout import layout, thinned
+from fedhassle.data.datasets import CATALOGUE, Dataset
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
+from fedhassle.report.groups import flat
 from fedhassle.reproduce.experiment import (
     Narrowing,
     cells,
@@ -18,7 +22,7 @@ from fedhassle.reproduce.experiment import (
     select,
 )
 from fedhassle.reproduce.paper import printed
-from fedhassle.requested import request
+from fedhassle.requested import layer, request
 
 SIZES = {  # cells: combinations of choices × seeds, by hand
     "table1": 3 * 3 * 11 * 3,
@@ -48,9 +52,46 @@ def test_every_table_and_figure_has_its_experiment():
     assert set(experiments()) == set(SIZES) == set(printed())
 
 
+@cache
+def black(name):
+    """A data set of the real size, whose images are black and take no room."""
+    entry = CATALOGUE[name]
+    channels, height, width = entry.shape
+    arrays = []
+    for n in entry.images:
+        arrays += [np.broadcast_to(np.uint8(0), (n, height, width, channels)), np.arange(n) % entry.classes]
+    about = (entry.class_names, entry.net, entry.mean, entry.std, entry.flip, entry.crop)
+    return Dataset(name, *arrays, *about)
+
+
+@cache
+def net_of(name):
+    return build_net(resolve(request("paper", {"data": name})), black(name))
+
+
+@cache
+def method_of(name, settings):
+    """The method of settings in JSON, on the network of a data set."""
+    values = json.loads(settings)
+    return build_method(values.pop("name"), values, net_of(name))
+
+
+@cache
+def holdings(name, settings):
+    """How many labelled and unlabelled images each client of a split has; settings in JSON, seed 0."""
+    chosen = resolve(request("paper", {"data": name, "split": json.loads(settings)}))
+    split = build_split(chosen, black(name))
+    split.check(CATALOGUE[name].images[0])
+    return [(len(a), len(b)) for a, b in zip(split.labelled, split.unlabelled, strict=True)]
+
+
+def holdings_of(settings):
+    return holdings(settings.data.name, settings.split.model_dump_json(exclude_none=True))
+
+
 @EACH
 def test_every_cell_of_an_experiment_builds(name):
-    """Settings are valid and every split can be made; the images themselves are not needed for that."""
+    """Settings are valid, methods take them, splits are drawn; the images are not needed for that."""
     made = cells(read_experiment(name))
     assert len(made) == SIZES[name]
     assert len({one.key for one in made}) == len({one.identity.key for one in made}) == SIZES[name]
@@ -58,13 +99,53 @@ def test_every_cell_of_an_experiment_builds(name):
         settings = resolve(one.requested)
         assert settings.seed == one.seed and settings.method.name == one.method
         assert (settings.rounds, settings.evaluate_every) == (200, 2)
-        samples = CATALOGUE[settings.data.name].images[0]
-        split = settings.split
-        holdings = layout(split.labels, samples, split.clients, split.size)
-        if split.ratio is not None:
-            unlabelled = np.array([holding.unlabelled for holding in holdings])
-            thinned(unlabelled, sum(holding.labelled for holding in holdings), split.ratio)
-        assert settings.clients_per_round == 0.4 * len(holdings)  # "40 % of all clients"
+        assert method_of(settings.data.name, settings.method.model_dump_json()).networks()
+        assert settings.clients_per_round == 0.4 * len(holdings_of(settings))  # "40 % of all clients"
+
+
+SETS = {  # the setting that an axis is about: a choice gives it the value that it is called by
+    **{"data": "data.name", "method": "method.name", "labels": "split.labels", "annotation": "split.labels"},
+    **{"alpha": "split.alpha", "ratio": "split.ratio", "lambda": "method.lam", "gamma": "method.gamma"},
+    **{"width": "method.residual_width", "threshold": "method.threshold"},
+}
+OTHERWISE = {  # but for these, by experiment and choice
+    ("annotation", "ALL"): {"split.labels": "10%"},
+    ("ratio", "0"): {"method.name": "fedavg"},
+    ("ratio", "9"): {},  # all images
+    ("gamma", "0"): {"method.mpa": False},
+    ("residual-structure", "none"): {"method.gra": False},
+    ("threshold", "none"): {"method.threshold": 0},
+    ("training-loss", "hassle"): {},
+    **{("ablation", word): {} for word in ("gra", "mpa")},
+    **{("ablation", f"no-{word}"): {f"method.{word}": False} for word in ("gra", "mpa")},
+    ("mutual-learning", "suma"): {},
+    ("mutual-learning", "no-suma"): {"method.gra": False, "method.mpa": False},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "unlabelled-clients"])
+def test_a_choice_sets_what_it_is_called(name):
+    for axis in read_experiment(name).axes:
+        for choice in axis.choices:
+            number = re.fullmatch(r"[\d./]+", choice.id)
+            if (name, choice.id) in OTHERWISE:
+                expected = OTHERWISE[name, choice.id]
+            else:
+                expected = {SETS[axis.name]: fraction(choice.id) if number else choice.id}
+            assert dict(flat(layer(choice.changes))) == expected
+
+
+def fraction(text):
+    """0.5, or 1/16."""
+    above, _, below = text.partition("/")
+    return float(above) / float(below or 1)
+
+
+def test_unlabelled_clients_are_added_to_five_of_2500_images():
+    """A thousand labels each, which are 10 % of CIFAR-10's 50,000 together, whoever is added."""
+    for one in cells(read_experiment("unlabelled-clients"), Narrowing(seeds=1)):
+        added = int(one.choices[0].id)
+        assert holdings_of(resolve(one.requested)) == [(1000, 1500)] * 5 + [(0, 2500)] * added
 
 
 def test_the_first_seed_of_all_cells_comes_first():

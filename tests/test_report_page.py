@@ -353,7 +353,8 @@ def test_verdicts(ledger, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at", "rest", "verdict", "gap"), [(0.5, 0.6, CONFIRMED, 10), (0.6, 0.5, NOT, -10), (0.5, 0.5, CONFIRMED, 0)]
+    ("at", "rest", "verdict", "gap"),
+    [(0.5, 0.6, CONFIRMED, 10), (0.6, 0.5, NOT, -10), (0.5, 0.5, CONFIRMED, 0)],
 )
 def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, gap, tmp_path):
     """γ = 0.1 against each of the four other weights: the paper says that those are higher."""
@@ -369,7 +370,12 @@ def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, g
 
 @pytest.mark.parametrize(
     ("points", "look", "shown"),
-    [(3.0, "above", "+3.00"), (0.004, "level", "+0.00"), (-0.004, "level", "−0.00"), (-3.0, "below", "−3.00")],
+    [
+        (3.0, "above", "+3.00"),
+        (0.004, "level", "+0.00"),
+        (-0.004, "level", "−0.00"),
+        (-3.0, "below", "−3.00"),
+    ],
 )
 def test_a_difference_is_coloured_by_its_sign(points, look, shown):
     assert difference(points) == f'<span class="gap {look}">{shown}</span>'
