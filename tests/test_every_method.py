@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import typing
 
 import numpy as np
@@ -13,6 +14,7 @@ from test_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
 from fedhassle.build import build_method
+from fedhassle.data.cuts import KINDS
 from fedhassle.data.layout import PAPER
 from fedhassle.data.partition import pooled, split
 from fedhassle.errors import UserError
@@ -57,12 +59,19 @@ def data():
     return small.dataset(train=400)
 
 
+IDLE_UNLABELLED = "fedmatch, unlabelled idle"  # as it is by default
+
+
 @pytest.mark.parametrize("labels", PAPER)
-@EVERY
+@pytest.mark.parametrize("name", [*METHODS, IDLE_UNLABELLED])
 def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
-    """Twenty clients of twenty samples, eight a round: something moves, and all of it stays finite."""
-    method = made(name)
-    parts = split(data.y_train, labels=labels, kind="iid", seed=1)
+    """Twenty clients of about twenty samples, eight a round: something moves, and all of it stays finite.
+
+    The layouts take turns with the kinds of split.
+    """
+    method = made("fedmatch", unlabelled=False) if name == IDLE_UNLABELLED else made(name)
+    kind = list(KINDS)[list(PAPER).index(labels) % len(KINDS)]
+    parts = split(data.y_train, labels=labels, kind=kind, seed=1)
     kinds = {"full": 0, "partial": 0, "unlabelled": 0}
     simulator = Simulator(data, pooled(parts) if method.pooled else parts, 0, small.ENGINE)
     for client in simulator.clients:
@@ -108,6 +117,106 @@ def test_a_client_that_holds_nothing_is_not_asked(name):
     method = made(name)
     assert not takes_part(method, Client("nobody", 0, 0), 1)
     assert takes_part(method, Client("someone", 1, 1), 1)
+
+
+# Phases
+
+PHASES = """
+client      phase                streams                                      walk      lr momentum clip decay
+
+fedavg
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+
+fedprox
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+
+mixmatch
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     both                 unlabelled 8 weak weak + labelled 8 weak     2 epochs  w 0.1 0.9 2 0
+
+fixmatch
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     both                 unlabelled 16 weak strong + labelled 8 weak  2 epochs  w 0.1 0.9 2 0
+
+fedmatch
+full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
+partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
+                                                                                        psi 0.05 0 0 0
+
+fedmatch unlabelled=true
+full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
+partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
+                                                                                        psi 0.05 0 0 0
+unlabelled  unlabelled           unlabelled 8 weak strong                     2 epochs  psi 0.05 0 0 0
+
+rscfed
+full        labelled             labelled 8 weak                              2 epochs  w 0.03 0.9 2 0
+partial     both                 unlabelled 8 weak weak + labelled 8 weak     2 epochs  w 0.03 0.9 2 0
+unlabelled  unlabelled           unlabelled 8 weak weak                       2 epochs  w 0.021 0.9 5 0
+
+rscfed partial=labelled_only
+full        labelled             labelled 8 weak                              2 epochs  w 0.03 0.9 2 0
+partial     labelled             labelled 8 weak                              2 epochs  w 0.03 0.9 2 0
+unlabelled  unlabelled           unlabelled 8 weak weak                       2 epochs  w 0.021 0.9 5 0
+
+hassle residual_steps=13
+full        labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
+full        labelled residual    labelled 8 weak                              13 steps  r_US 0.1 0.9 2 0.0001
+partial     labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
+partial     labelled residual    labelled 8 weak                              13 steps  r_US 0.1 0.9 2 0.0001
+partial     unlabelled           unlabelled 8 weak                            2 epochs  w_U 0.1 0.9 2 0
+partial     unlabelled residual  unlabelled 8 weak                            13 steps  r_SU 0.1 0.9 2 0.0001
+unlabelled  unlabelled           unlabelled 8 weak                            2 epochs  w_U 0.1 0.9 2 0
+unlabelled  unlabelled residual  unlabelled 8 weak                            13 steps  r_SU 0.1 0.9 2 0.0001
+
+fixmatch-global
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     both                 unlabelled 16 weak strong + labelled 8 weak  2 epochs  w 0.1 0.9 2 0
+unlabelled  unlabelled           unlabelled 16 weak strong                    2 epochs  w 0.1 0.9 2 0
+
+sage
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     both                 unlabelled 16 weak strong + labelled 8 weak  2 epochs  w 0.1 0.9 2 0
+unlabelled  unlabelled           unlabelled 16 weak strong                    2 epochs  w 0.1 0.9 2 0
+
+central steps=7
+full        labelled             labelled 8 weak                              7 steps   w 0.1 0.9 2 0
+partial     labelled             labelled 8 weak                              7 steps   w 0.1 0.9 2 0
+
+local
+full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+partial     labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
+"""
+BLOCKS = dict(block.split("\n", 1) for block in re.sub("\n +", " + ", PHASES.strip()).split("\n\n")[1:])
+SGD_COLUMNS = ("lr", "momentum", "clip", "decay")
+CLIENTS = {"full": Client("f", 40, 0), "partial": Client("p", 10, 70), "unlabelled": Client("u", 0, 90)}
+
+
+def written(phase):
+    """A phase in the words of the table."""
+    streams = [" ".join([stream.part, str(stream.batch), *stream.views]) for stream in phase.streams]
+    descents = [(d.train, *(f"{d.sgd._asdict()[key]:g}" for key in SGD_COLUMNS)) for d in phase.descents]
+    walk = [f"{value} {word}" for value, word in ((phase.epochs, "epochs"), (phase.steps, "steps")) if value]
+    return phase.name, " + ".join(streams), *walk, " + ".join(map(" ".join, descents))
+
+
+@pytest.mark.parametrize("words", BLOCKS)
+def test_what_each_kind_of_client_trains_on_and_how(words):
+    """With batches of 8, two epochs and clip=2; rates and ratios are those of each method's own."""
+    name, *changes = words.split()
+    changes = ["batch=8", "epochs=2", "clip=2", *changes]
+    chosen = resolved(f"method={name}", *(f"method.{change}" for change in changes)).method
+    method = build_method(chosen.name, chosen.settings, small.net())
+    found = [
+        (kind, *written(phase)) for kind, client in CLIENTS.items() for phase in method.phases(client, 1)
+    ]
+    assert found == [tuple(re.split(" {2,}", line)) for line in BLOCKS[words].splitlines()]
+
+
+def test_the_phases_of_every_method_are_written_down():
+    assert {words.split()[0] for words in BLOCKS} == METHODS.keys()
 
 
 # Engines
@@ -220,7 +329,10 @@ def numeric(name):
     return [field for field, kinds in plain.items() if kinds & {int, float} and bool not in kinds]
 
 
-FREE = {("fedmatch", "first_psi")}  # any number will do
+POSITIVE = {  # of these 0 is refused as well; of the others it means that something is left out
+    *("batch", "epochs", "lr", "ratio", "temperature", "alpha", "rounds", "helper_rounds", "unlabelled_lr"),
+    *("subsets", "subset_size", "boost", "tau", "residual_steps", "residual_width", "halving", "steps"),
+}
 
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name in METHODS for field in numeric(name)])
@@ -229,9 +341,11 @@ def test_a_wrong_number_is_an_error_that_names_the_setting(name, field):
         settings = resolved(f"method={name}", f"method.{field}={value}").method
         return build_method(settings.name, settings.settings, small.net())
 
-    for value in ("many", "nan", "inf", *(() if (name, field) in FREE else ("-1",))):
+    for value in ("many", "nan", "inf", "-1", *(("0",) if field in POSITIVE else ())):
         with pytest.raises(UserError, match=rf"^method\.{field}\b"):
             build(value)
+    if field not in POSITIVE:
+        assert getattr(build("0"), field) == 0
 
 
 @EVERY
