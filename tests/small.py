@@ -180,6 +180,21 @@ def trained(method, here, state=None, t=1, seed=0):
     return train(method, here, method.message(state, here.client, t), None, t, seed)[0]
 
 
+# All methods
+
+# Settings with which few steps on small networks use all that a method has.
+TELLING = {
+    "mixmatch": {"rounds": 4},
+    "fixmatch": {"confidence": 0.3},
+    "fedmatch": {"confidence": 0.3, "helper_rounds": 2, "least_change": 0.001, "unlabelled": True},
+    "rscfed": {"subsets": 2, "subset_size": 3, "partial": "mixed"},
+    "hassle": {"residual_steps": 2},
+    "fixmatch-global": {"confidence": 0.3},
+    "sage": {"confidence": 0.3, "halving": 0.3},
+    "central": {"steps": 2},
+}
+
+
 # A method whose clients keep something, with draws, `then` and two streams
 
 

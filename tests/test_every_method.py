@@ -8,8 +8,9 @@ import typing
 import numpy as np
 import pytest
 import small
+import test_gpu
 import torch
-from small import call, metrics_of, resolved, tensors_of
+from small import TELLING, call, metrics_of, resolved, tensors_of
 from test_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
@@ -20,6 +21,7 @@ from fedhassle.data.partition import pooled, split
 from fedhassle.errors import UserError
 from fedhassle.evaluate import accuracy
 from fedhassle.launch import reopen
+from fedhassle.local import train
 from fedhassle.method import Client
 from fedhassle.methods import METHODS
 from fedhassle.methods.fedavg import FedAvg
@@ -27,17 +29,6 @@ from fedhassle.rounds import Plan, federate, takes_part
 from fedhassle.simulator import Simulator
 
 EVERY = pytest.mark.parametrize("name", METHODS)
-# Settings with which few steps on small networks use all that a method has.
-TELLING = {
-    "mixmatch": {"rounds": 4},
-    "fixmatch": {"confidence": 0.3},
-    "fedmatch": {"confidence": 0.3, "helper_rounds": 2, "least_change": 0.001, "unlabelled": True},
-    "rscfed": {"subsets": 2, "subset_size": 3, "partial": "mixed"},
-    "hassle": {"residual_steps": 2},
-    "fixmatch-global": {"confidence": 0.3},
-    "sage": {"confidence": 0.3, "halving": 0.3},
-    "central": {"steps": 2},
-}
 TEACHERS = {"rscfed"}  # whose clients keep something between rounds
 SPARSE = {"fedmatch"}  # whose messages are sparse, so that it is kept what a client holds
 
@@ -229,6 +220,33 @@ def test_its_steps_on_lanes_are_those_one_by_one(name, count, global_randomness)
     method = made(name, epochs=2)
     state = assert_lanes_train_as_eagerly(pool(count), method, clients()[:3], rounds=3)
     assert not small.same(method.model(state), method.model(method.initial(0)))
+
+
+@pytest.mark.parametrize(("name", "weight", "kinds"), test_gpu.TERMS)
+def test_a_device_that_forgets_a_term_would_be_found(name, weight, kinds):
+    """Without it a step of these clients differs by more than the tests on a GPU allow, and of no others."""
+    method = test_gpu.made(name, small.ConvNet)
+    without = dataclasses.replace(method, **{weight: 0.0})
+    seen = set()
+    for _, *one in test_gpu.second_round(method, small.CPU):
+        found, other = train(method, *one)[0].arrays, train(without, *one)[0].arrays
+        if any(not torch.allclose(found[k], other[k], **test_gpu.CLOSE) for k in other):
+            assert max(test_gpu.relative(found[k], other[k]) for k in other) > 10 * test_gpu.SAME
+            seen.add(one[0].client.kind)
+        else:
+            assert small.same(found, other)
+    assert seen == {*kinds}
+
+
+def test_a_device_that_forgets_helpers_would_be_found():
+    fedmatch = test_gpu.made("fedmatch", small.ConvNet)
+    for method, site, message, *rest in test_gpu.second_round(fedmatch, small.CPU):
+        alone = {k: v for k, v in message.items() if not k.startswith("helper")}
+        assert (len(alone) < len(message)) == (site.client.kind != "full")
+        if len(alone) < len(message):
+            found, other = (train(method, site, sent, *rest)[0].arrays["psi"] for sent in (message, alone))
+            assert not torch.allclose(found, other, **test_gpu.CLOSE)
+            assert test_gpu.relative(found, other) > 10 * test_gpu.SAME
 
 
 # Runs

@@ -6,7 +6,8 @@ import pytest
 import small
 import torch
 from federations import FEW, NET, federation, terms
-from test_every_method import TELLING, made
+from small import TELLING
+from test_every_method import made
 
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,11 +24,36 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PAIRS = [(name, small.ConvNet) for name in METHODS]  # the smallest network with every kind of tensor
 PAIRS += [(name, build) for name in ("fedavg", "hassle", "fedmatch") for build in (LeNet, ResNet8)]
 EACH = pytest.mark.parametrize(("name", "build"), PAIRS)
 DATA = small.dataset(channels=3, flip=True, crop=2)
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # of a step on two devices
+SAME = 1e-5  # of a step made in two ways on one device
+# Every sample counts, so that none is at a threshold, and terms are seen beside the rounding of a device.
+STRONG = {
+    "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts where there is no distance
+    "mixmatch": {"weight": 75.0},
+    "fixmatch": {"confidence": 0.1},
+    "fedmatch": {"confidence": 0.1, "consistency_weight": 10.0},
+    "rscfed": {"consistency_weight": 10.0},
+    "hassle": {"gamma": 0.1},
+    "fixmatch-global": {"confidence": 0.1},
+    "sage": {"confidence": 0.1},
+}
+# The weight of each term, and the kinds of clients that have it. That it is seen: `test_every_method`.
+TERMS = [
+    ("fedprox", "mu", ("full", "partial")),
+    ("mixmatch", "weight", ("partial",)),
+    ("fixmatch", "weight", ("partial",)),
+    ("fedmatch", "consistency_weight", ("partial", "unlabelled")),
+    ("rscfed", "consistency_weight", ("partial", "unlabelled")),
+    ("hassle", "gamma", ("full", "partial", "unlabelled")),
+    ("hassle", "lam", ("full", "partial", "unlabelled")),
+    ("fixmatch-global", "weight", ("partial", "unlabelled")),
+    ("sage", "weight", ("partial", "unlabelled")),
+]
 
 
 def on(device: torch.device, labelled=range(20), unlabelled=range(40, 61), name="ann") -> Site:
@@ -37,18 +63,46 @@ def on(device: torch.device, labelled=range(20), unlabelled=range(40, 61), name=
     return Site(here.client, samples, dataset_views(DATA, device))
 
 
+def of_each_kind(device: torch.device) -> list[Site]:
+    """A partial, a full and an unlabelled client of a batch each."""
+    return [on(device), on(device, range(30), (), "ben"), on(device, (), range(60, 90), "eve")]
+
+
 def made(name, build, steps=1, lr=0.01):
     """A method that makes so many steps; seven classes give a bias of odd length before BatchNorm's gains.
 
     FedMatch multiplies its loss by ten: at a tenth of the rate its steps and their rounding are as large.
     """
-    short = {"residual_steps": steps} if name == "hassle" else {}
     lr /= 10 if name == "fedmatch" else 1
-    return METHODS[name](net=small.net(build, channels=3, classes=7), batch=32, epochs=steps, lr=lr, **short)
+    short = {"hassle": {"residual_steps": steps}, "central": {"steps": steps}}
+    chosen = {"epochs": steps, **small.TELLING.get(name, {}), **STRONG.get(name, {}), **short.get(name, {})}
+    net = small.net(build, channels=3, classes=7)
+    return METHODS[name](net=net, batch=32, lr=lr, **chosen)
 
 
 def begun(method):
     return {k: v.to(CUDA) for k, v in method.initial(0).items()}
+
+
+@cache
+def after_a_round(method):
+    """The state after a round of each kind of client on the CPU, and what each keeps."""
+    state = method.initial(0)
+    sites = [site for site in of_each_kind(CPU) if method.phases(site.client, 1)]
+    with Engine(CPU).active():
+        done = [train(method, one, method.message(state, one.client, 1), None, 1, 0) for one in sites]
+    merged = method.merge(state, [update for update, _ in done], 1, np.random.default_rng(0))
+    return merged, {update.client.name: kept for update, kept in done}
+
+
+def second_round(method, device):
+    """What clients on a device train with in round 2: FedMatch has helpers by then, HASSLE older duals."""
+    state, memory = after_a_round(method)
+    there = {k: v.to(device) for k, v in state.items()}
+    for site in of_each_kind(device):
+        if method.phases(site.client, 2):
+            kept = {k: v.to(device) for k, v in memory[site.client.name].items()}
+            yield method, site, method.message(there, site.client, 2), kept, 2, 0
 
 
 def relative(found, expected):
@@ -58,16 +112,16 @@ def relative(found, expected):
 @EACH
 def test_a_step_on_the_gpu_is_that_of_the_cpu(name, build):
     """One epoch of one batch, so that rounding has no time to grow; TF32 off, which rounds to 10 bits."""
-    method, results = made(name, build), {}
-    for device in (torch.device("cpu"), CUDA):
+    method, results = made(name, build), []
+    for device in (CPU, CUDA):
         with Engine(device).active():
-            site = on(device)
-            state = {k: v.to(device) for k, v in method.initial(0).items()}
-            update, _ = train(method, site, method.message(state, site.client, 1), None, 1, 0)
-        assert all(v.device.type == device.type for v in update.arrays.values())
-        results[device.type] = {k: v.cpu() for k, v in update.arrays.items()}
-    for trained, expected in results["cpu"].items():
-        torch.testing.assert_close(results["cuda"][trained], expected, rtol=1e-3, atol=1e-5)
+            updates = [train(*one)[0] for one in second_round(method, device)]
+        assert all(v.device.type == device.type for update in updates for v in update.arrays.values())
+        results.append([{k: v.cpu() for k, v in update.arrays.items()} for update in updates])
+    for expected, found in zip(*results, strict=True):
+        assert found.keys() == expected.keys()
+        for trained in expected:
+            torch.testing.assert_close(found[trained], expected[trained], **CLOSE)
 
 
 @EACH
@@ -83,15 +137,17 @@ def test_a_compiled_step_is_the_eager_one(name, build, caplog):
 
 
 def check_one_step(name, build, engine):
-    method, site = made(name, build), on(CUDA)
-    message = method.message(begun(method), site.client, 1)
+    """Clients of each kind side by side."""
+    asked = list(second_round(made(name, build), CUDA))
     with engine.active():
-        eager, _ = train(method, site, message, None, 1, 0)
-        ((captured, _),) = Lanes(engine).train([visit(method, site, message, None, 1, 0)])
-    for trained, expected in eager.arrays.items():
-        assert relative(captured.arrays[trained], expected) < 1e-5
-        assert relative(captured.losses[trained], eager.losses[trained]) < 1e-5
-        assert not torch.equal(captured.arrays[trained], message[trained])  # it did train
+        eagerly = [train(*one)[0] for one in asked]
+        on_lanes = [update for update, _ in Lanes(engine).train([visit(*one) for one in asked])]
+    for (_, site, message, *_), eager, captured in zip(asked, eagerly, on_lanes, strict=True):
+        assert site.client == eager.client == captured.client
+        for trained, expected in eager.arrays.items():
+            assert relative(captured.arrays[trained], expected) < SAME
+            assert relative(captured.losses[trained], eager.losses[trained]) < SAME
+            assert not torch.equal(captured.arrays[trained], message[trained])  # it did train
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
