@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhassle.cuda_sharing import QUIET
 from fedhassle.fused.rewriting import Rewriting, rewritable
-from fedhassle.streams import QUIET
 
 
 class Compiler:

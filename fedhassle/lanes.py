@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from fedhassle.cuda_sharing import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
 from fedhassle.graphs import captured
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, finished, follow, perform
 from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
-from fedhassle.streams import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")

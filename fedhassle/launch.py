@@ -27,6 +27,7 @@ from fedhassle.build import (
 )
 from fedhassle.card import model_card
 from fedhassle.config import DEVICES_OWN, Settings, method_class, resolve, resolved_device
+from fedhassle.cuda_sharing import QUIET
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.layout import KINDS, kind_of
 from fedhassle.data.partition import Split, pooled, steps_on_labels
@@ -43,7 +44,6 @@ from fedhassle.requested import Requested, from_json, read_tables, to_json
 from fedhassle.rounds import Federation, Plan
 from fedhassle.runs import Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator
-from fedhassle.streams import QUIET
 from fedhassle.track import require_installed, tracking
 from fedhassle.vectors import Arrays
 

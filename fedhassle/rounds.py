@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from fedhassle.cuda_sharing import QUIET
 from fedhassle.data.layout import Kind
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update
 from fedhassle.randomness import generator
-from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays, all_finite
 
 log = logging.getLogger("fedhassle")

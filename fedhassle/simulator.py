@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fedhassle.cuda_sharing import QUIET
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.data.views import Views, make_views
@@ -17,7 +18,6 @@ from fedhassle.memory import Memory
 from fedhassle.method import Client, Method, Update
 from fedhassle.parallel import side_by_side
 from fedhassle.rounds import Reply
-from fedhassle.streams import QUIET
 from fedhassle.vectors import Arrays, all_finite
 from fedhassle.wire import Wire
 

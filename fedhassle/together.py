@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from fedhassle.build import build_engine
+from fedhassle.cuda_sharing import STREAMS
 from fedhassle.launch import Run, carry_out, heard
 from fedhassle.runs import Step
-from fedhassle.streams import STREAMS
 
 E = TypeVar("E", bound=BaseException)
 

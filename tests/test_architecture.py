@@ -9,7 +9,7 @@ import fedhassle
 
 PACKAGE = Path(fedhassle.__file__).parent
 LAYERS = [  # from the bottom to the top; a module imports what lies below it, or beside it in a package
-    {"errors", "randomness", "files", "names", "version", "provenance", "parallel", "streams"},
+    {"errors", "randomness", "files", "names", "version", "provenance", "parallel", "cuda_sharing"},
     {"scores", "terminal", "requested"},
     {"data"},
     {"vectors"},

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhassle import lanes as module
+from fedhassle.cuda_sharing import EACH, FIRST, USUAL, Quiet, Streams
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
 from fedhassle.lanes import Lane, Lanes, chains, connected, joined
@@ -25,7 +26,6 @@ from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.nets import LeNet, ResNet8
 from fedhassle.rounds import Plan, federate
-from fedhassle.streams import EACH, FIRST, USUAL, Quiet, Streams
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "chosen"),

@@ -8,6 +8,7 @@ import pytest
 import small
 import torch
 
+from fedhassle.cuda_sharing import QUIET
 from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError
 from fedhassle.evaluate import accuracy
@@ -16,7 +17,6 @@ from fedhassle.methods import FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.rounds import Plan, Reply, federate, select
 from fedhassle.runs import Scores, Tally
-from fedhassle.streams import QUIET
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
