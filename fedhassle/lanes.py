@@ -23,7 +23,7 @@ from fedhassle.cuda_sharing import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
 from fedhassle.graphs import captured
-from fedhassle.local import Buffers, Job, Trained, Visit, draw, finished, follow, perform
+from fedhassle.local import Buffers, Job, Trained, Visit, draw, follow, perform, run_to_end
 from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
 from fedhassle.vectors import Arrays
 
@@ -119,7 +119,7 @@ class Lane:
         """All steps of a job, by replaying stretches of them; may be left after each."""
         if not self.recipes.worth_it(shape_of(job, kept), job):
             with QUIET.broken(), self.recipes.engine.lowered():
-                return finished(perform(job, start, kept))
+                return run_to_end(perform(job, start, kept))
         course, first = draw(job), 0
         program = self.program(job, start, kept)
         program.load(job, start)
@@ -245,7 +245,7 @@ class Lanes:
         """A client whose network draws by itself, from a state that all lanes would share."""
         self.recipes.tell("clients train one after another: the network draws random numbers by itself")
         with QUIET.broken(), self.engine.lowered():
-            return finished(follow(visit, perform))
+            return run_to_end(follow(visit, perform))
 
     def _get_ready(self, work: Sequence[Chain]) -> None:
         """Records what is new on the first lane, and opens as many lanes as there is work and memory for."""

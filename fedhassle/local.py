@@ -131,11 +131,11 @@ Trained = tuple[Update, Arrays]
 
 def train(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Trained:
     """One client's round, step by step."""
-    return finished(follow(visit(method, site, message, memory, t, seed), perform))
+    return run_to_end(follow(visit(method, site, message, memory, t, seed), perform))
 
 
-def finished(work: Generator[None, None, T]) -> T:
-    """What work comes to that is never left."""
+def run_to_end(work: Generator[None, None, T]) -> T:
+    """What work returns that is done without a pause."""
     while True:
         try:
             next(work)
@@ -146,7 +146,9 @@ def finished(work: Generator[None, None, T]) -> T:
 
 def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Visit:
     """What a client is about to do in round t, with the labels that are given once a round."""
-    client, networks, phases = site.client, method.networks(), method.phases(site.client, t)
+    client = site.client
+    networks = method.networks()
+    phases = method.phases(client, t)
     kept = method.memory(client, message) if memory is None else memory
     for phase in phases:
         check_phase(phase, client, {*message, *kept})
@@ -183,7 +185,8 @@ def follow(planned: Visit, way: Perform) -> Generator[None, None, Trained]:
 
 def perform(job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
     """All steps of a job, one by one."""
-    buffers, course = prepare(job, start, kept), draw(job)
+    buffers = prepare(job, start, kept)
+    course = draw(job)
     with own_randomness(job):
         for i in range(job.steps):
             advance(job, buffers, course.between(i, i + 1))
@@ -245,7 +248,9 @@ def right_and_given(y: Tensor, truth: Tensor) -> Tensor:
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
     """Buffers of a job: start vectors and fresh momentum."""
-    phase, networks, device = job.phase, job.networks, job.site.samples.images.device
+    phase = job.phase
+    networks = job.networks
+    device = job.site.samples.images.device
     names = dict.fromkeys([*phase.trained, *kept])
     parts = {k: networks[k].parts(start[k]) if k in networks else (start[k], start[k][:0]) for k in names}
     return Buffers(
@@ -261,15 +266,17 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
 
 def draw(job: Job) -> Course:
     """The whole walk of a job, and every draw."""
-    phase, rng, device = job.phase, generator(*job.key), job.site.samples.images.device
+    phase = job.phase
+    rng = generator(*job.key)
+    device = job.site.samples.images.device
     feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
     if phase.draw is None:
         return Course(feeds, ())
     draws = np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)])
-    return Course(feeds, (there(draws, device),))
+    return Course(feeds, (to_device(draws, device),))
 
 
-def there(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device; no one waits for the copy, nor for the work that it is queued behind."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -277,10 +284,11 @@ def there(array: np.ndarray, device: torch.device) -> Tensor:
 
 def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     """One stream's walk through a job."""
-    samples, steps = job.site.samples, job.steps
+    samples = job.site.samples
+    steps = job.steps
     rows = samples.rows(stream.part)
     walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
-    order = there(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
+    order = to_device(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
     given = job.labels.get(stream) if stream.labels or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
@@ -289,7 +297,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
         rows=rows[order],
         y=(unknown if given is None else given)[order],
         truth=(unknown if true is None else true)[order],
-        uniforms=tuple(there(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
+        uniforms=tuple(to_device(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
     )
 
 

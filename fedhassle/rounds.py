@@ -74,7 +74,7 @@ def federate(
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
-        replies, dropped = sound(federation.train(method, messages, t), t)
+        replies, dropped = split_finite(federation.train(method, messages, t), t)
         updates = [reply.update for reply in replies]
         with QUIET.broken():  # it may ask a network
             state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
@@ -89,7 +89,7 @@ def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
     return tuple(clients[k] for k in sorted(drawn.tolist()))
 
 
-def sound(replies: Sequence[Reply], t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:
+def split_finite(replies: Sequence[Reply], t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:
     """The replies without NaN or infinity, and the others, whose clients are named and drop out."""
     finite = all_finite([list(reply.update.arrays.values()) for reply in replies])
     good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)

@@ -13,7 +13,7 @@ from fedhassle.data.partition import Split
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine import Engine
 from fedhassle.lanes import Lanes
-from fedhassle.local import Samples, Site, Trained, there, train, visit
+from fedhassle.local import Samples, Site, Trained, to_device, train, visit
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method, Update
 from fedhassle.parallel import side_by_side
@@ -116,7 +116,7 @@ class Simulator:
     def site(self, client: Client) -> Site:
         """Where a client trains; its rows come onto the device for as long as it does."""
         rows = [np.ascontiguousarray(part, np.int64) for part in self.rows[client.name]]
-        labelled, unlabelled = (there(part, self.engine.device) for part in rows)
+        labelled, unlabelled = (to_device(part, self.engine.device) for part in rows)
         truth = self.y[unlabelled] if self.truth_known else None
         return Site(client, Samples(self.images, labelled, self.y[labelled], unlabelled, truth), self.views)
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedhassle.bench.counterparts import counterpart
 from fedhassle.bench.figures import Spread, Timed, spread
 from fedhassle.bench.plain import Images, Trainer, switches, walk
-from fedhassle.local import Job, Samples, Site, advance, draw, prepare, there, visit
+from fedhassle.local import Job, Samples, Site, advance, draw, prepare, to_device, visit
 from fedhassle.method import Client, Method, Phase
 from fedhassle.parallel import on_cores
 from fedhassle.rounds import Plan, Round, federate
@@ -105,7 +105,7 @@ def drawn(draw: Callable[[np.random.Generator], np.ndarray], device: torch.devic
     """The further draws of step after step."""
     rng = np.random.default_rng(0)
     while True:
-        yield there(np.asarray(draw(rng), np.float32), device)
+        yield to_device(np.asarray(draw(rng), np.float32), device)
 
 
 def phases(method: Method, t: int = FIRST + 1) -> tuple[Phase, ...]:
