@@ -218,21 +218,27 @@ class Net:
     def __init__(
         self, build: Callable[..., nn.Module], shape: Shape, classes: int, width: float = 1.0
     ) -> None:
-        self.build, self.shape, self.classes, self.width = build, shape, classes, width
-        self._module, self._copies = self.module(seed=0), threading.local()
+        self.build = build
+        self.shape = shape
+        self.classes = classes
+        self.width = width
+        self._module = self.module(seed=0)
+        self._copies = threading.local()
         module = self._module
         self.clip = float(getattr(module, "clip", 5.0))
-        self._pieces = list(parameter_pieces(module))
-        self._moments = [Piece(k, v.shape) for k, v in module.named_buffers() if v.is_floating_point()]
-        self._constants = {CPU: {k: v for k, v in module.named_buffers() if not v.is_floating_point()}}
-        self.parameters = sum(piece.size for piece in self._pieces)
+        buffers = dict(module.named_buffers())
+        self._weight_pieces = list(parameter_pieces(module))
+        self._statistic_pieces = [Piece(k, v.shape) for k, v in buffers.items() if v.is_floating_point()]
+        self._constants = {CPU: {k: v for k, v in buffers.items() if not v.is_floating_point()}}
+        self.n_parameters = sum(piece.size for piece in self._weight_pieces)
         # What a vector holds, in entries: each tensor, then the three stretches that the docstring names.
-        self.sizes = [piece.room for piece in self._pieces]
-        self.moments = [piece.room for piece in self._moments]
+        self.weight_sizes = [piece.room for piece in self._weight_pieces]
+        self.statistic_sizes = [piece.room for piece in self._statistic_pieces]
         normed = normalisation_names(module)
-        self._kernels = sum(piece.name not in normed for piece in self._pieces)  # pieces, which come first
-        self.kernels = sum(self.sizes[: self._kernels])
-        self.weights, self.statistics = sum(self.sizes), sum(self.moments)
+        self._n_kernel_pieces = sum(piece.name not in normed for piece in self._weight_pieces)  # the first
+        self.n_kernels = sum(self.weight_sizes[: self._n_kernel_pieces])
+        self.n_weights = sum(self.weight_sizes)
+        self.n_statistics = sum(self.statistic_sizes)
 
     def scaled(self, width: float) -> Net:
         """The same network with `width` times the channels of the full one."""
@@ -242,9 +248,10 @@ class Net:
         """Logits (B, M); in training BatchNorm uses the batch and moves `statistics` in place."""
         # One split, not many slices: its backward is one concatenation (a quarter of the time).
         lowered = torch.is_autocast_enabled(x.device.type)
-        flats = self._lowered(weights) if lowered else torch.split(weights, self.sizes)
-        tensors = {p.name: p.view(flat) for p, flat in zip(self._pieces, flats, strict=True)}
-        for piece, flat in zip(self._moments, torch.split(statistics, self.moments), strict=True):
+        flats = self._lowered(weights) if lowered else torch.split(weights, self.weight_sizes)
+        tensors = {p.name: p.view(flat) for p, flat in zip(self._weight_pieces, flats, strict=True)}
+        moments = torch.split(statistics, self.statistic_sizes)
+        for piece, flat in zip(self._statistic_pieces, moments, strict=True):
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
         z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
@@ -253,9 +260,10 @@ class Net:
     def _lowered(self, weights: Tensor) -> tuple[Tensor, ...]:
         """The slices under autocast: kernels cast all at once, which autocast would do one by one."""
         low = torch.get_autocast_dtype(weights.device.type)
-        first, rest = torch.split(weights, [self.kernels, self.weights - self.kernels])
-        kernels, others = self.sizes[: self._kernels], self.sizes[self._kernels :]
-        return (*torch.split(first.to(low), kernels), *torch.split(rest, others))
+        kernels, others = torch.split(weights, [self.n_kernels, self.n_weights - self.n_kernels])
+        kernel_sizes = self.weight_sizes[: self._n_kernel_pieces]
+        other_sizes = self.weight_sizes[self._n_kernel_pieces :]
+        return (*torch.split(kernels.to(low), kernel_sizes), *torch.split(others, other_sizes))
 
     def own_copy(self, training: bool) -> nn.Module:
         """The module in a mode, for this thread alone: a call puts tensors into it, and its mode is state."""
@@ -281,7 +289,7 @@ class Net:
 
     def parts(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the statistics in a vector that travels."""
-        return vector[: self.weights], vector[self.weights :]
+        return vector[: self.n_weights], vector[self.n_weights :]
 
     def logits(self, vector: Tensor, x: Tensor) -> Tensor:
         """f(x; w) in evaluation mode, for a vector that travels."""
@@ -289,7 +297,7 @@ class Net:
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum over all tensors, statistics included, of ‖a − b‖, for vectors that travel."""
-        gaps = torch.split(a - b, [*self.sizes, *self.moments])
+        gaps = torch.split(a - b, [*self.weight_sizes, *self.statistic_sizes])
         return torch.stack([gap.norm() for gap in gaps]).sum()
 
     def initial(self, seed: int, slot: int = 0) -> Tensor:
@@ -299,13 +307,13 @@ class Net:
     def flatten(self, module: nn.Module) -> Tensor:
         """The vector of a module of this shape."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        pieces = [*self._pieces, *self._moments]
+        pieces = [*self._weight_pieces, *self._statistic_pieces]
         return torch.cat([piece.flatten(tensors[piece.name].detach()) for piece in pieces])
 
     def filled(self, weights: Tensor, statistics: Tensor) -> nn.Module:
         """A module of its own, in evaluation mode, that holds a copy of these weights and statistics."""
-        flats = [*torch.split(weights, self.sizes), *torch.split(statistics, self.moments)]
-        pieces = [*self._pieces, *self._moments]
+        flats = [*torch.split(weights, self.weight_sizes), *torch.split(statistics, self.statistic_sizes)]
+        pieces = [*self._weight_pieces, *self._statistic_pieces]
         tensors = {piece.name: piece.view(flat) for piece, flat in zip(pieces, flats, strict=True)}
         module = copy.deepcopy(self._module).eval()
         module.load_state_dict(tensors, strict=False)  # tied weights go by two names; constants are there

@@ -162,7 +162,8 @@ def state_of(method):
         return state
     outputs = {"here": [1.0, 0.0], "far": [0.0, 1.0], "near": [0.9, 0.1]}
     state |= {f"output of {client}": torch.tensor(output) for client, output in outputs.items()}
-    others = {client: method.net.initial(i)[: method.net.kernels] for i, client in enumerate(("far", "near"))}
+    net = method.net
+    others = {client: net.initial(i)[: net.n_kernels] for i, client in enumerate(("far", "near"))}
     return state | {f"psi of {client}": 0.5 * vector for client, vector in others.items()}
 
 
@@ -184,11 +185,12 @@ def networks_of(method, job, kept):
 def loaded(net, vector):
     """A module with the weights and statistics of a vector."""
     module = net.module(seed=5)
-    vector = F.pad(vector, (0, net.weights + net.statistics - len(vector)))  # FedMatch's ψ has kernels alone
+    # FedMatch's ψ has kernels alone.
+    vector = F.pad(vector, (0, net.n_weights + net.n_statistics - len(vector)))
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    flats = torch.split(vector, [*net.sizes, *net.moments])
+    flats = torch.split(vector, [*net.weight_sizes, *net.statistic_sizes])
     with torch.no_grad():
-        for piece, flat in zip([*net._pieces, *net._moments], flats, strict=True):
+        for piece, flat in zip([*net._weight_pieces, *net._statistic_pieces], flats, strict=True):
             tensors[piece.name].copy_(piece.view(flat))
     return module
 

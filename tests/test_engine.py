@@ -131,7 +131,7 @@ def test_logits_in_bfloat16_are_close_and_of_single_precision(build, channels, w
     assert found.dtype == lowered.dtype == torch.float32
     assert 0 < (found - exact).norm() < 2e-2 * exact.norm()
     torch.testing.assert_close(lowered, moved, rtol=2e-2, atol=2e-2)
-    assert torch.equal(lowered, statistics) == (not training or net.statistics == 0)
+    assert torch.equal(lowered, statistics) == (not training or net.n_statistics == 0)
 
 
 @NETWORKS
@@ -150,11 +150,11 @@ def test_gradients_in_bfloat16_reach_every_weight_and_no_padding(build, channels
     found, exact = gradients
     assert found.dtype == torch.float32
     assert (found - exact).norm() < 0.2 * exact.norm()
-    padding = net.flatten(ones_of(net))[: net.weights] == 0
+    padding = net.flatten(ones_of(net))[: net.n_weights] == 0
     assert padding.any() and found[padding].eq(0).all()
     assert (found[exact != 0] != 0).float().mean() > 0.99  # what underflows is next to nothing
     begin = 0
-    for room in net.sizes:  # of each tensor
+    for room in net.weight_sizes:  # of each tensor
         assert found[begin : begin + room].abs().max() > 0
         begin += room
 

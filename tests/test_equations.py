@@ -206,7 +206,7 @@ def test_proximity_is_over_parameters_and_leaves_batchnorm_statistics_out(proxim
     net = small.net(small.ConvNet)
     w_S, w_U = net.initial(0), net.initial(0)
     w_U[5] += 0.5
-    w_U[net.weights :] += 3.0
+    w_U[net.n_weights :] += 3.0
     x = torch.from_numpy(rng.normal(size=(4, 1, 12, 12)).astype(np.float32))
     batch = Batch((x,), torch.tensor([0, 1, 2, 3]))
 

@@ -86,7 +86,7 @@ def test_what_the_mode_does_not_use_is_left_out(finished, tmp_path):
         made = onnx.load(tmp_path / mode)
         sizes[mode] = sum(int(np.prod(tensor.dims)) for tensor in made.graph.initializer)
     model = fedhassle.load(finished[0]).method
-    each = model.net.parameters + model.residual_net.parameters
+    each = model.net.n_parameters + model.residual_net.n_parameters
     assert each <= sizes["SM"] < 1.02 * each and 2 * each <= sizes["EM"] < 2.04 * each
 
 

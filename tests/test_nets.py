@@ -54,7 +54,7 @@ def module_of(net, seed=5):
     ],
 )
 def test_the_parameters_are_as_many_as_the_papers(build, shape, classes, width, count):
-    assert Net(build, shape, classes, width).parameters == count
+    assert Net(build, shape, classes, width).n_parameters == count
 
 
 def test_resnet8_by_hand():
@@ -68,11 +68,11 @@ def test_resnet8_by_hand():
     third = 9 * 128 * 256 + 9 * 256 * 256 + 128 * 256
     channels = 3 * 64 + 3 * 128 + 3 * 256
     net = Net(ResNet8, (3, 32, 32), 10)
-    assert net.parameters == first + second + third + 2570 + 2 * channels
-    assert net.kernels == first + second + third + 2576  # ten biases take the room of sixteen
-    assert net.weights == net.kernels + 2 * channels
-    assert net.statistics == 2 * channels
-    assert net.initial(0).shape == (net.weights + net.statistics,)
+    assert net.n_parameters == first + second + third + 2570 + 2 * channels
+    assert net.n_kernels == first + second + third + 2576  # ten biases take the room of sixteen
+    assert net.n_weights == net.n_kernels + 2 * channels
+    assert net.n_statistics == 2 * channels
+    assert net.initial(0).shape == (net.n_weights + net.n_statistics,)
 
 
 def test_the_width_of_lenet_rounds_up():
@@ -88,8 +88,8 @@ def test_the_width_of_lenet_rounds_up():
 def test_scaled_is_relative_to_the_full_network():
     """The width is a share of the dual's channels; scaling twice does not multiply."""
     full = Net(ResNet8, (3, 32, 32), 10)
-    assert full.scaled(1 / 4).parameters == 78_042
-    assert full.scaled(1 / 2).scaled(1 / 4).parameters == 78_042
+    assert full.scaled(1 / 4).n_parameters == 78_042
+    assert full.scaled(1 / 2).scaled(1 / 4).n_parameters == 78_042
 
 
 def test_resnet8_starts_with_the_papers_spread():
@@ -136,7 +136,7 @@ def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, cha
     for number, tensor in enumerate(tensors.values()):
         tensor.data.fill_(number + 1)
     vector = net.flatten(module).tolist()
-    parts = vector[: net.kernels], vector[net.kernels : net.weights], vector[net.weights :]
+    parts = vector[: net.n_kernels], vector[net.n_kernels : net.n_weights], vector[net.n_weights :]
     for level, part in enumerate(parts):
         expected = []
         for number, (name, tensor) in enumerate(tensors.items()):
@@ -161,7 +161,7 @@ def test_every_tensor_is_aligned_to_16_bytes(build, channels, monkeypatch):
 
     monkeypatch.setattr(torch.func, "functional_call", see)
     net(weights, statistics, torch.zeros(2, channels, 12, 12))
-    assert len(seen) == len(list(net.build(net.shape, 7, 0.3).parameters())) + len(net.moments)
+    assert len(seen) == len(list(net.build(net.shape, 7, 0.3).parameters())) + len(net.statistic_sizes)
     start = weights.data_ptr()
     assert start % 16 == 0 and [name for name, v in seen.items() if (v.data_ptr() - start) % 32] == []
 
@@ -196,7 +196,7 @@ def test_f_of_x_and_w_is_the_plain_module(build, channels, training):
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
     moved = net.parts(net.flatten(module))[1]  # after the module's own pass
     torch.testing.assert_close(statistics, moved, rtol=1e-5, atol=1e-6)
-    assert torch.equal(statistics, before) != (training and net.statistics > 0)
+    assert torch.equal(statistics, before) != (training and net.n_statistics > 0)
 
 
 @BUILDS
@@ -263,7 +263,7 @@ def test_initial_vectors_are_the_modules_own_initialisation():
     """PyTorch's default for a linear layer: U(−1/√fan_in, 1/√fan_in); BatchNorm starts at 1, 0, 0, 1."""
     net = made(small.ConvNet, 3, width=1)
     vector = net.initial(0)
-    kernels, norm, statistics = vector.split([net.kernels, net.weights - net.kernels, net.statistics])
+    kernels, norm, statistics = vector.split([net.n_kernels, net.n_weights - net.n_kernels, net.n_statistics])
     bound = max(1 / math.sqrt(27), 1 / math.sqrt(8))
     assert 0.5 * bound < kernels.abs().max() <= bound
     assert norm.tolist() == [1.0] * 8 + [0.0] * 8
@@ -275,7 +275,7 @@ def test_initial_vectors_are_the_modules_own_initialisation():
 
 def test_an_integer_buffer_is_a_constant_that_does_not_travel():
     net = made(small.NoisyNet, 1)
-    assert net.statistics == 0
+    assert net.n_statistics == 0
     assert len(net.initial(0)) == 144 * 4 + 8  # four biases take the room of eight
     x = drawn(2, *net.shape)
     w = net.initial(0)

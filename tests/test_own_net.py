@@ -34,7 +34,7 @@ def test_a_network_of_ones_own_is_built(module, images):
     module("own_net", NET.format(extra=""))
     words = {**small.SETTINGS, "data": str(images), "net": "own_net:Flat"}
     dataset, _, method = built(resolve(request("paper", words)))
-    assert method.net.parameters == 12 * 12 * 4 + 4 and dataset.net == "lenet"
+    assert method.net.n_parameters == 12 * 12 * 4 + 4 and dataset.net == "lenet"
 
 
 @pytest.mark.parametrize(

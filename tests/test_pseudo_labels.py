@@ -60,7 +60,7 @@ def test_labels_below_the_threshold_count_as_not_given():
     state = method.initial(0)
     update = trained(method, site, state)
     assert update.labelling.tolist() == [0, 0]
-    weights = method.net.weights
+    weights = method.net.n_weights
     assert torch.equal(update.arrays["w_U"][:weights], state["w_U"][:weights])
     assert update.losses["w_U"].item() == 0
 

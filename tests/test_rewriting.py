@@ -83,7 +83,7 @@ def inputs_of(net):
     for training in (True, False):
         net.own_copy(training)  # a copy cannot be made while a step is traced
     (weights, statistics), frozen = net.parts(net.initial(0)), net.initial(1)
-    frozen[net.weights :] += torch.rand(net.statistics, generator=torch.Generator().manual_seed(2))
+    frozen[net.n_weights :] += torch.rand(net.n_statistics, generator=torch.Generator().manual_seed(2))
     return weights, statistics.clone(), frozen, maps(8, *net.shape), torch.arange(8) % net.classes
 
 

@@ -61,7 +61,8 @@ class Curious(FedAvg):
         loss = super().loss(local, received, batch)
         if "more" in received:
             weight = 0.1 if received.get("most") is None else 0.2 + 1e-3 * received["most"].sum()
-            loss = loss + weight * (local["w"].weights - received["more"][: self.net.weights]).square().sum()
+            gap = local["w"].weights - received["more"][: self.net.n_weights]
+            loss = loss + weight * gap.square().sum()
         return loss
 
 

@@ -163,7 +163,7 @@ def read_update(content: Content, method: Method, client: Client, message: Array
     networks = method.networks()
     for name, vector in arrays.items():
         net = networks.get(name)
-        length = len(message[name]) if net is None else net.weights + net.statistics
+        length = len(message[name]) if net is None else net.n_weights + net.n_statistics
         if len(vector) != length:
             raise RefusedError(f"its {short(name)} has {len(vector):,} entries in place of {length:,}")
     bad = [name for name in arrays if not all_finite([[arrays[name]]])[0]]

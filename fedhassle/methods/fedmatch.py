@@ -67,7 +67,7 @@ class FedMatch(Method):
     def initial(self, seed: int) -> Arrays:
         """σ^(0), and ψ^(0) as a share of it."""
         sigma = self.net.initial(seed)
-        return {"sigma": sigma, "psi": self.first_psi * sigma[: self.net.kernels]}
+        return {"sigma": sigma, "psi": self.first_psi * sigma[: self.net.n_kernels]}
 
     def theta(self, sigma: Model, psi: Tensor) -> Model:
         """The model σ + ψ."""
