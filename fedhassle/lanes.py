@@ -12,13 +12,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
+from fedhassle.chains import Chain, chains, joined
 from fedhassle.cuda_sharing import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
@@ -33,47 +33,11 @@ SHARE = 0.8  # of the free memory that lanes may take
 AHEAD = 2  # stretches that a lane may have before it: one under way, one to go on with
 PAUSE = 20e-6  # seconds between two looks at lanes that are all busy
 
+Example = tuple[Job, Arrays]
+"""One job of a shape, and what its client keeps."""
+
 # Recording is the business of one thread at a time, whichever run it belongs to.
 recording = threading.Lock()
-
-
-class Chain(NamedTuple):
-    """Jobs of one client that build on each other, as a visit of their own; chains are independent."""
-
-    client: int  # whose, by its place among the visits
-    visit: Visit
-
-
-def chains(visits: Sequence[Visit]) -> list[Chain]:
-    """The jobs of all clients: together those that train one name, or belong to a client that keeps any."""
-    return [Chain(i, part) for i, visit in enumerate(visits) for part in connected(visit)]
-
-
-def connected(visit: Visit) -> list[Visit]:
-    """One client's jobs, by what builds on what; labels given before are counted by `joined`."""
-    groups: list[tuple[set[str], list[Job]]] = []
-    for job in visit.jobs:
-        names, jobs = set(job.phase.trained), [job]
-        for group in [g for g in groups if visit.kept or g[0] & names]:
-            groups.remove(group)
-            names, jobs = names | group[0], group[1] + jobs
-        groups.append((names, jobs))
-    counted = visit.update.labelling
-    empty = visit.update._replace(labelling=None if counted is None else torch.zeros_like(counted))
-    return [Visit(tuple(sorted(jobs, key=visit.jobs.index)), visit.kept, empty) for _, jobs in groups]
-
-
-def joined(visit: Visit, parts: Sequence[Trained]) -> Trained:
-    """One client's update and memory, from those of its chains."""
-    update, kept = visit.update, visit.kept
-    for part, memory in parts:
-        update = update._replace(arrays=update.arrays | part.arrays, losses=update.losses | part.losses)
-        if update.labelling is not None and part.labelling is not None:
-            update = update._replace(labelling=update.labelling + part.labelling)
-        kept = memory
-    names = dict.fromkeys(name for job in visit.jobs for name in job.phase.trained)
-    arrays, losses = ({k: made[k] for k in names} for made in (update.arrays, update.losses))
-    return update._replace(arrays=arrays, losses=losses), kept
 
 
 class Lane:
@@ -82,7 +46,9 @@ class Lane:
     def __init__(
         self, recipes: Recipes, stream: torch.cuda.Stream | None = None, small: bool = False
     ) -> None:
-        self.recipes, self.stream, self.small = recipes, stream, small
+        self.recipes = recipes
+        self.stream = stream
+        self.small = small  # whether it takes the shortest chains
         self.pool = None
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()  # one for all graphs of a lane: they take turns
@@ -120,9 +86,10 @@ class Lane:
         if not self.recipes.worth_it(shape_of(job, kept), job):
             with QUIET.broken(), self.recipes.engine.lowered():
                 return run_to_end(perform(job, start, kept))
-        course, first = draw(job), 0
+        course = draw(job)
         program = self.program(job, start, kept)
         program.load(job, start)
+        first = 0
         for steps in stretches(job.steps):
             program.feed(course.between(first, first + steps))
             program.runs[steps]()
@@ -134,7 +101,8 @@ class Lane:
 
     def program(self, job: Job, start: Arrays, kept: Arrays) -> Program:
         """The program of a job's shape, with a recording for each size of its stretches."""
-        key, sizes = shape_of(job, kept), set(stretches(job.steps))
+        key = shape_of(job, kept)
+        sizes = set(stretches(job.steps))
         if key in self.programs and sizes <= set(self.programs[key].runs):
             return self.programs[key]
         with recording:
@@ -168,6 +136,32 @@ def eagerly(program: Program, recipe: Recipe, steps: int) -> None:
     """A stretch of steps that is not captured."""
     with QUIET.broken():
         program.run(recipe, steps)
+
+
+class Shift:
+    """Chains on their way through the lanes: those that wait, those under way and those done."""
+
+    def __init__(self, work: Sequence[Chain], longest_first: Sequence[int]) -> None:
+        self.work = work
+        self.waiting = deque(longest_first)  # places in `work`, as all that follow
+        self.busy: dict[Lane, tuple[int, Generator[None, None, Trained]]] = {}
+        self.done: dict[int, Trained] = {}
+
+    def advance(self, lane: Lane) -> bool:
+        """Hands a lane its next stretch, of its chain or of one that waits; False where it can take none."""
+        if lane.full() or (lane not in self.busy and not self.waiting):
+            return False
+        if lane not in self.busy:
+            i = self.waiting.pop() if lane.small else self.waiting.popleft()
+            self.busy[lane] = i, follow(self.work[i].visit, lane.perform)
+        i, training = self.busy[lane]
+        try:
+            with lane.current():
+                next(training)
+        except StopIteration as end:
+            self.done[i] = end.value
+            del self.busy[lane]
+        return True
 
 
 class Lanes:
@@ -217,29 +211,13 @@ class Lanes:
         Every other lane takes the shortest instead of the longest: its kernels, which go before those of
         the others, fill the gaps that these leave.
         """
-        waiting = deque(sorted(range(len(work)), key=lambda i: -self._cost(work[i])))
-        busy: dict[Lane, tuple[int, Generator[None, None, Trained]]] = {}
-        done: dict[int, Trained] = {}
+        shift = Shift(work, sorted(range(len(work)), key=lambda i: -self._cost(work[i])))
         with self._apart():
-            while waiting or busy:
-                idle = True
-                for lane in self.lanes:
-                    if lane.full() or (lane not in busy and not waiting):
-                        continue
-                    idle = False
-                    if lane not in busy:
-                        i = waiting.pop() if lane.small else waiting.popleft()
-                        busy[lane] = i, follow(work[i].visit, lane.perform)
-                    i, training = busy[lane]
-                    try:
-                        with lane.current():
-                            next(training)
-                    except StopIteration as end:
-                        done[i] = end.value
-                        del busy[lane]
-                if idle:
+            while shift.waiting or shift.busy:
+                advanced = [shift.advance(lane) for lane in self.lanes]
+                if not any(advanced):
                     time.sleep(PAUSE)
-        return done
+        return shift.done
 
     def _alone(self, visit: Visit) -> Trained:
         """A client whose network draws by itself, from a state that all lanes would share."""
@@ -251,18 +229,33 @@ class Lanes:
         """Records what is new on the first lane, and opens as many lanes as there is work and memory for."""
         if not work:
             return
-        jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
-        new = {key: pair for pair in jobs if (key := shape_of(*pair)) not in self.seconds}
-        new = {key: pair for key, pair in new.items() if self.recipes.worth_it(key, pair[0])}
-        first = not self.lanes
-        before = self._taken() if first else 0
-        self.lanes = self.lanes or self._opened()
-        self.seconds |= {key: self._rehearse(job, kept) for key, (job, kept) in new.items()}
-        if first and (taken := self._taken() - before) > 0:
-            room = int(SHARE * torch.cuda.mem_get_info(self.engine.device)[0] / taken)
-            self.most = min(self.most, 1 + room)
+        new = self._new_shapes(work)
+        if self.lanes:
+            self._rehearse_all(new)
+        else:
+            self._open_first(new)
         while len(self.lanes) < min(self.most, len(work)):
             self.lanes += self._opened()
+
+    def _new_shapes(self, work: Sequence[Chain]) -> dict[Hashable, Example]:
+        """A job of each shape that was not rehearsed yet and is worth it."""
+        jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
+        new = {key: example for example in jobs if (key := shape_of(*example)) not in self.seconds}
+        return {key: example for key, example in new.items() if self.recipes.worth_it(key, example[0])}
+
+    def _open_first(self, new: Mapping[Hashable, Example]) -> None:
+        """Opens the first lane and rehearses on it: what it takes says how many more the memory holds."""
+        before = self._taken()
+        self.lanes = self._opened()
+        self._rehearse_all(new)
+        taken = self._taken() - before
+        if taken > 0:
+            room = int(SHARE * torch.cuda.mem_get_info(self.engine.device)[0] / taken)
+            self.most = min(self.most, 1 + room)
+
+    def _rehearse_all(self, new: Mapping[Hashable, Example]) -> None:
+        """Makes the first lane able to do each of these, and notes how long a step takes."""
+        self.seconds |= {key: self._rehearse(job, kept) for key, (job, kept) in new.items()}
 
     def _opened(self) -> list[Lane]:
         """One more lane; none where the GPU has no stream left, after which there will be no more."""
@@ -321,6 +314,7 @@ class Lanes:
         log.warning("out of memory: the round is made again with %d of %d lanes", self.most, len(self.lanes))
         for lane in self.lanes:
             lane.wait()
-        self.lanes, self.seconds = [], {}
+        self.lanes = []
+        self.seconds = {}
         gc.collect()
         self._taken()  # gives it back
