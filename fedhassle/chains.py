@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedhassle.local import Job, Trained, Visit
+from fedhassle.local import Trained, Visit
 
 
 class Chain(NamedTuple):
@@ -21,11 +21,7 @@ class Group(NamedTuple):
     """Jobs that have to follow each other, and the names that they train."""
 
     names: set[str]
-    jobs: list[Job]
-
-    def with_earlier(self, other: Group) -> Group:
-        """Both, the other's jobs first."""
-        return Group(self.names | other.names, other.jobs + self.jobs)
+    places: list[int]  # of the jobs in their visit
 
 
 def chains(visits: Sequence[Visit]) -> list[Chain]:
@@ -36,16 +32,16 @@ def chains(visits: Sequence[Visit]) -> list[Chain]:
 def connected(visit: Visit) -> list[Visit]:
     """One client's jobs, by what builds on what; labels given before are counted by `joined`."""
     groups: list[Group] = []
-    for job in visit.jobs:
-        new = Group(set(job.phase.trained), [job])
+    for place, job in enumerate(visit.jobs):
+        new = Group(set(job.phase.trained), [place])
         met = [group for group in groups if visit.kept or group.names & new.names]
         for group in met:
             groups.remove(group)
-            new = new.with_earlier(group)
+            new = Group(new.names | group.names, new.places + group.places)
         groups.append(new)
     counted = visit.update.labelling
     empty = visit.update._replace(labelling=None if counted is None else torch.zeros_like(counted))
-    in_order = [tuple(sorted(group.jobs, key=visit.jobs.index)) for group in groups]
+    in_order = [tuple(visit.jobs[place] for place in sorted(group.places)) for group in groups]
     return [Visit(jobs, visit.kept, empty) for jobs in in_order]
 
 

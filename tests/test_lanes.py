@@ -299,6 +299,12 @@ def test_a_phase_that_trains_two_names_joins_those_before_it_in_their_order():
     assert names(connected(whole)) == [["1", "2", "3", "4"]]
 
 
+def test_a_phase_that_comes_twice_keeps_both_its_places():
+    twice = planned(job("1", "a"), job("2", "a"), job("1", "a"))
+    assert twice.jobs[0] == twice.jobs[2]
+    assert names(connected(twice)) == [["1", "2", "1"]]
+
+
 def test_a_client_that_keeps_something_does_all_in_order():
     before = {"m": torch.ones(1)}
     (part,) = connected(planned(job("1", "a"), job("2", "b"), job("3", "a"), kept=before))
