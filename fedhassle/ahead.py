@@ -36,12 +36,12 @@ class Listening(NamedTuple):
 
     net: Network
     frozen: tuple[Tensor, Tensor]  # weights and statistics
-    heard: list[Tensor]
+    inputs: list[Tensor]  # what it was called on, in evaluation mode
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """Logits (B, M)."""
         if same(self.frozen, weights, statistics) and not training:
-            self.heard.append(x)
+            self.inputs.append(x)
         return self.net(weights, statistics, x, training)
 
 
@@ -132,19 +132,19 @@ def questions(
 ) -> tuple[Question, ...]:
     """What the losses of a step ask received models, found by computing them once."""
     models = {name: model for name, model in received.items() if isinstance(model, Model)}
-    heard: dict[str, list[Tensor]] = {name: [] for name in models}
+    inputs: dict[str, list[Tensor]] = {name: [] for name in models}
     listening = {
-        name: model._replace(net=Listening(model.net, (model.weights, model.statistics), heard[name]))
+        name: model._replace(net=Listening(model.net, (model.weights, model.statistics), inputs[name]))
         for name, model in models.items()
     }
     for loss, local in losses_of(job, buffers):
         loss(local, {**received, **listening}, *batches, *draws)
     return tuple(
         Question(name, stream, view)
-        for name, inputs in heard.items()
+        for name, given in inputs.items()
         for stream, batch in enumerate(batches)
         for view, x in enumerate(batch.views)
-        if any(x is given for given in inputs)
+        if any(x is one for one in given)
     )
 
 

@@ -24,7 +24,10 @@ from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
 from fedhassle.graphs import captured
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, follow, perform, run_to_end
-from fedhassle.recording import Program, Recipe, Recipes, shape_of, stretches
+from fedhassle.program import Program, StretchFunctions, stretches
+from fedhassle.recording import FunctionsByShape
+from fedhassle.shapes import shape_of
+from fedhassle.trimming import Trimmer
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -44,9 +47,9 @@ class Lane:
     """A stream, and a program for each shape of job that has come along."""
 
     def __init__(
-        self, recipes: Recipes, stream: torch.cuda.Stream | None = None, small: bool = False
+        self, functions: FunctionsByShape, stream: torch.cuda.Stream | None = None, small: bool = False
     ) -> None:
-        self.recipes = recipes
+        self.functions = functions
         self.stream = stream
         self.small = small  # whether it takes the shortest chains
         self.pool = None
@@ -83,8 +86,8 @@ class Lane:
 
     def perform(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
         """All steps of a job, by replaying stretches of them; may be left after each."""
-        if not self.recipes.worth_it(shape_of(job, kept), job):
-            with QUIET.broken(), self.recipes.engine.lowered():
+        if not self.functions.worth_it(shape_of(job, kept), job):
+            with QUIET.broken(), self.functions.engine.lowered():
                 return run_to_end(perform(job, start, kept))
         course = draw(job)
         program = self.program(job, start, kept)
@@ -110,32 +113,32 @@ class Lane:
                 self.programs[key] = Program(job, start, kept, draw(job))
             program = self.programs[key]
             with QUIET.broken():
-                recipe = self.recipes.find(key, job, program)
+                functions = self.functions.find(key, job, program)
             for steps in sorted(sizes - set(program.runs)):
-                program.runs[steps] = self.record(key, job, program, recipe, steps)
+                program.runs[steps] = self.record(key, job, program, functions, steps)
         return program
 
     def record(
-        self, key: Hashable, job: Job, program: Program, recipe: Recipe, steps: int
+        self, key: Hashable, job: Job, program: Program, functions: StretchFunctions, steps: int
     ) -> Callable[[], None]:
         """A stretch of steps as one graph; where there is no GPU or it cannot be captured, as a function."""
-        if self.stream is None or not recipe.capture:
-            return partial(eagerly, program, recipe, steps)
+        if self.stream is None or not functions.capture:
+            return partial(eagerly, program, functions, steps)
         try:
             with QUIET.broken():
-                program.try_out(recipe, steps)  # libraries choose their kernels now, not in a capture
+                program.try_out(functions, steps)  # libraries choose their kernels now, not in a capture
                 self.stream.synchronize()
-            return captured(partial(program.run, recipe, steps), self.pool)
+            return captured(partial(program.run, functions, steps), self.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            return partial(eagerly, program, self.recipes.give_up(key, job, error), steps)
+            return partial(eagerly, program, self.functions.give_up(key, job, error), steps)
 
 
-def eagerly(program: Program, recipe: Recipe, steps: int) -> None:
+def eagerly(program: Program, functions: StretchFunctions, steps: int) -> None:
     """A stretch of steps that is not captured."""
     with QUIET.broken():
-        program.run(recipe, steps)
+        program.run(functions, steps)
 
 
 class Shift:
@@ -169,7 +172,8 @@ class Lanes:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.recipes = Recipes(engine)
+        self.functions = FunctionsByShape(engine)
+        self.trimmer = Trimmer(engine)
         self.lanes: list[Lane] = []
         self.most = max(1, engine.lanes)
         self.seconds: dict[Hashable, float] = {}  # of one step of each shape, alone on the device
@@ -202,7 +206,7 @@ class Lanes:
 
     def _trimmed(self, chain: Chain) -> Chain:
         """A chain whose jobs receive what they use alone."""
-        jobs = tuple(self.recipes.trimmed(job, chain.visit.kept) for job in chain.visit.jobs)
+        jobs = tuple(self.trimmer.trimmed(job, chain.visit.kept) for job in chain.visit.jobs)
         return chain._replace(visit=chain.visit._replace(jobs=jobs))
 
     def _side_by_side(self, work: Sequence[Chain]) -> dict[int, Trained]:
@@ -221,7 +225,7 @@ class Lanes:
 
     def _alone(self, visit: Visit) -> Trained:
         """A client whose network draws by itself, from a state that all lanes would share."""
-        self.recipes.tell("clients train one after another: the network draws random numbers by itself")
+        self.functions.tell("clients train one after another: the network draws random numbers by itself")
         with QUIET.broken(), self.engine.lowered():
             return run_to_end(follow(visit, perform))
 
@@ -241,7 +245,7 @@ class Lanes:
         """A job of each shape that was not rehearsed yet and is worth it."""
         jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
         new = {key: example for example in jobs if (key := shape_of(*example)) not in self.seconds}
-        return {key: example for key, example in new.items() if self.recipes.worth_it(key, example[0])}
+        return {key: example for key, example in new.items() if self.functions.worth_it(key, example[0])}
 
     def _open_first(self, new: Mapping[Hashable, Example]) -> None:
         """Opens the first lane and rehearses on it: what it takes says how many more the memory holds."""
@@ -261,10 +265,10 @@ class Lanes:
         """One more lane; none where the GPU has no stream left, after which there will be no more."""
         small = len(self.lanes) % 2 == 1
         if self.engine.device.type != "cuda":
-            return [Lane(self.recipes, None, small)]
+            return [Lane(self.functions, None, small)]
         stream = STREAMS.take(self.engine.device, FIRST if small else USUAL)
         if stream is not None:
-            return [Lane(self.recipes, stream, small)]
+            return [Lane(self.functions, stream, small)]
         require(bool(self.lanes), "too many runs at once on one GPU: it has no stream left for this one")
         self.most = len(self.lanes)
         return []

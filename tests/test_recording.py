@@ -21,17 +21,9 @@ from fedhassle.losses import cross_entropy
 from fedhassle.method import SGD, Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
 from fedhassle.nets import LeNet, ResNet8
-from fedhassle.recording import (
-    RECORDINGS,
-    STRETCH,
-    Program,
-    Recipes,
-    identity,
-    recipe,
-    shape_of,
-    stretched,
-    stretches,
-)
+from fedhassle.program import STRETCH, Program, stretch_functions, stretched, stretches
+from fedhassle.recording import FunctionsByShape
+from fedhassle.shapes import RECORDINGS, identity, shape_of
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "settings"),
@@ -380,7 +372,7 @@ def test_what_is_tried_out_before_a_capture_are_all_the_kernels_of_it(name, sett
     """A library that chose a kernel in the capture itself would spoil it."""
     engine = Engine(torch.device("cpu"))
     for job, kept in jobs(made(name, **settings)):
-        ours = recipe(job, program(job, kept).questions(job, engine), engine)
+        ours = stretch_functions(job, program(job, kept).questions(job, engine), engine)
         found = {}
         for run in (Program.run, Program.try_out):
             with Kernels() as kernels:
@@ -558,8 +550,8 @@ def assert_compiled_is_eager(method, here):
     """One step of each phase: weights, statistics, momentum and losses."""
     for job, kept in jobs(method, here):
         there = program(job, kept)
-        recipes = Recipes(Engine(small.CPU, compile=True))
-        found = recipes.find("key", job, there)
+        functions = FunctionsByShape(Engine(small.CPU, compile=True))
+        found = functions.find("key", job, there)
         there.load(job, job.message | kept)
         there.feed(stretched(draw(job)))
         there.run(found, 1)
@@ -576,7 +568,7 @@ def assert_compiled_is_eager(method, here):
 def test_a_compiled_stretch_is_the_eager_one(quick_compiler):
     (job, kept), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1, lr=0.01), site(labelled=60))
     there = program(job, kept)
-    found = Recipes(Engine(small.CPU, compile=True)).find("key", job, there)
+    found = FunctionsByShape(Engine(small.CPU, compile=True)).find("key", job, there)
     there.load(job, job.message | kept)
     there.run(found, STRETCH)
     expected = written(eagerly(job, kept, draw(job)))
@@ -642,13 +634,13 @@ def test_a_loss_that_cannot_be_traced_is_trained_all_the_same(traced, caplog):
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(caplog):
     (job, kept), *_ = jobs(made("fedavg"))
-    recipes = Recipes(Engine(small.CPU))
-    found = recipes.find("key", job, program(job, kept))
-    recipes._recipes["key"] = job, found._replace(capture=True)
+    functions = FunctionsByShape(Engine(small.CPU))
+    found = functions.find("key", job, program(job, kept))
+    functions._known["key"] = job, found._replace(capture=True)
     with caplog.at_level(logging.WARNING, "fedhassle"):
         for _ in range(2):
-            assert not recipes.give_up("key", job, RuntimeError("not while capturing\nat all")).capture
-    assert not recipes.find("key", job, program(job, kept)).capture
+            assert not functions.give_up("key", job, RuntimeError("not while capturing\nat all")).capture
+    assert not functions.find("key", job, program(job, kept)).capture
     (record,) = caplog.records
     assert record.getMessage() == (
         "phase 'labelled' runs eagerly: its step cannot be captured (not while capturing)"
@@ -657,5 +649,5 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(caplog):
 
 def test_only_a_gpu_captures():
     (job, _), *_ = jobs(made("fedavg"))
-    assert not recipe(job, (), Engine(small.CPU)).capture
-    assert recipe(job, (), Engine(torch.device("cuda"))).capture
+    assert not stretch_functions(job, (), Engine(small.CPU)).capture
+    assert stretch_functions(job, (), Engine(torch.device("cuda"))).capture
