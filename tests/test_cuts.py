@@ -6,13 +6,66 @@ import numpy as np
 import pytest
 
 from fedhassle.data import cuts
-from fedhassle.data.partition import split, table
+from fedhassle.data.partition import Drawer, split, table
 
 CIFAR = np.repeat(np.arange(10), 5000)
 
 
 def sizes(parts):
     return [part.size for part in parts]
+
+
+# The worked examples of the docstrings
+
+
+class Reversing:
+    """Random numbers that are none: shuffling reverses, and every draw is ½."""
+
+    def permutation(self, what):
+        return (np.arange(what) if isinstance(what, int) else what)[::-1]
+
+    def random(self, size):
+        return np.full(size, 0.5)
+
+
+FIVE = np.array([0, 1, 0, 1, 0])
+
+
+def test_five_samples_in_the_order_of_their_class():
+    """Reversed they are 4 3 2 1 0, of classes 0 1 0 1 0: those of class 0 come first, in that order."""
+    assert cuts.shuffled_by(FIVE, Reversing()).tolist() == [4, 2, 0, 3, 1]
+
+
+def test_five_samples_member_by_member():
+    """Of class 0 (4 2 0) two and one, of class 1 (3 1) none and two; then 4 2 | 0 3 1, each reversed."""
+    group = cuts.Group(FIVE, np.array([2, 3]), np.array([1, 1]))
+    order = cuts._member_by_member(group, np.array([[2, 1], [0, 2]]), Reversing())
+    assert order.tolist() == [2, 4, 1, 3, 0]
+
+
+def test_five_samples_of_which_one_is_moved():
+    """Sample 2, the last of the third member, goes to the first, which had none."""
+    cut = cuts.Cut(np.array([3, 0, 4, 1, 2]), np.array([0, 1, 4]))
+    fed = cuts._fed(cut, np.array([1, 1, 1]), Reversing())
+    assert fed.order.tolist() == [2, 3, 0, 4, 1] and fed.sizes.tolist() == [1, 1, 3]
+
+
+def test_who_has_most_to_spare_gives_first_and_its_last_samples():
+    """Of 6 and 3 samples 5 and 2 are to spare: the first gives three, again at the tie, then the second."""
+    cut = cuts.Cut(np.arange(9), np.array([6, 3, 0]))
+    fed = cuts._fed(cut, np.array([1, 1, 4]), Reversing())
+    assert fed.sizes.tolist() == [2, 3, 4] and fed.order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
+    fed = cuts._fed(cut, np.array([1, 1, 5]), Reversing())
+    assert fed.sizes.tolist() == [2, 2, 5] and fed.order.tolist() == [0, 1, 6, 7, 2, 3, 4, 5, 8]
+
+
+def test_five_samples_in_a_mixed_order(monkeypatch):
+    """Class 0 (4 2 0) has its turns at ⅙, ½ and ⅚, class 1 (3 1) at ¼ and ¾."""
+    monkeypatch.setattr(Drawer, "stream", lambda self, name: Reversing())
+    assert Drawer(FIVE, "iid", 1.0, 0).order().tolist() == [4, 3, 2, 1, 0]
+
+
+# How it comes out
 
 
 @pytest.mark.parametrize("alpha", [1e-308, 1e-12, 0.01, 1e12, 1.7e308])

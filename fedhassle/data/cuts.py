@@ -134,27 +134,48 @@ def _log_gammas(alpha: float, shape: tuple[int, ...], rng: np.random.Generator) 
 
 def _shared(samples: Rows, weights: Reals) -> Rows:
     """Whole samples in proportion to exp(weights) along the last axis."""
-    upto = np.cumsum(np.exp(weights - weights.max(axis=-1, keepdims=True)), axis=-1)
-    ends: Rows = np.rint(upto / upto[..., -1:] * samples).astype(np.int64)
+    shares = np.exp(weights - weights.max(axis=-1, keepdims=True))  # (…, K), the largest is 1
+    upto = np.cumsum(shares, axis=-1)
+    ends: Rows = np.rint(upto / upto[..., -1:] * samples).astype(np.int64)  # where each member's samples end
     return np.diff(ends, axis=-1, prepend=0)
 
 
+def shuffled_by(key: Rows, rng: np.random.Generator) -> Rows:
+    """The places of all entries, those of the smallest key first, at random among equals."""
+    shuffled = rng.permutation(key.size)
+    return shuffled[np.argsort(key[shuffled], kind="stable")]
+
+
 def _member_by_member(group: Group, counts: Rows, rng: np.random.Generator) -> Rows:
-    """Random samples of each class for each member, shuffled inside a member."""
-    shuffled = rng.permutation(group.classes.size)
-    by_class = shuffled[np.argsort(group.classes[shuffled], kind="stable")]
-    owner = np.repeat(np.tile(np.arange(counts.shape[1]), counts.shape[0]), counts.ravel())
-    again = rng.permutation(owner.size)
-    return by_class[again[np.argsort(owner[again], kind="stable")]]
+    """Random samples of each class for each member, shuffled inside a member.
+
+    Two members share five samples: the first gets two of class 0, the second one of class 0 and two of
+    class 1. What the lines say on the right is what they give if shuffling merely reverses.
+    """
+    # group.classes = [0 1 0 1 0], counts = [[2 1] [0 2]]
+    classes, members = counts.shape
+    by_class = shuffled_by(group.classes, rng)  # (n,) samples, class after class: [4 2 0 3 1]
+    member = np.tile(np.arange(members), classes)  # (M·K,) of each entry of the counts: [0 1 0 1]
+    owner = np.repeat(member, counts.ravel())  # (n,) of each sample in `by_class`: [0 0 1 1 1]
+    by_member = shuffled_by(owner, rng)  # (n,) places in `by_class`, member after member: [1 0 4 3 2]
+    return by_class[by_member]  # [2 4 1 3 0]: samples 2 and 4 for the first, the others for the second
 
 
 def _fed(cut: Cut, least: Rows, rng: np.random.Generator) -> Cut:
-    """Moves samples from those with most to spare to those below their least."""
-    spare = cut.sizes - least
-    starving = np.maximum(-spare, 0)
-    donor, height = units(np.maximum(spare, 0))
-    tallest = np.argsort(-height, kind="stable")[: starving.sum()]
-    given = np.bincount(donor[tallest], minlength=spare.size)
-    owner, rank = units(cut.sizes)
-    owner[rank >= (cut.sizes - given)[owner]] = rng.permutation(np.repeat(np.arange(spare.size), starving))
-    return Cut(cut.order[np.argsort(owner, kind="stable")], cut.sizes - given + starving)
+    """Moves samples from those with most to spare to those below their least.
+
+    Of three members the first has nothing, the second one sample and the third four, while each must have
+    one: on the right of the lines is what they give then.
+    """
+    # cut.order = [3 0 4 1 2], cut.sizes = [0 1 4], least = [1 1 1]
+    spare = cut.sizes - least  # (K,): [-1 0 3]
+    lacking = np.maximum(-spare, 0)  # (K,) samples to get: [1 0 0]
+    donor, height = units(np.maximum(spare, 0))  # of each sample to spare: [2 2 2], [0 1 2]
+    tallest = np.argsort(-height, kind="stable")[: lacking.sum()]  # those that are given: [2]
+    given = np.bincount(donor[tallest], minlength=spare.size)  # (K,) samples to give: [0 0 1]
+    keeps = cut.sizes - given  # (K,): [0 1 3]
+    owner, rank = units(cut.sizes)  # (n,) of each sample in the order: [1 2 2 2 2], [0 0 1 2 3]
+    moved = rank >= keeps[owner]  # (n,) the last samples of a donor: [F F F F T]
+    owner[moved] = rng.permutation(np.repeat(np.arange(spare.size), lacking))  # (n,): [1 2 2 2 0]
+    order = cut.order[np.argsort(owner, kind="stable")]  # (n,): [2 3 0 4 1]
+    return Cut(order, keeps + lacking)  # sizes [1 1 3]

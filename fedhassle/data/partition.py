@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedhassle.data.cuts import KINDS, Group, Rows
+from fedhassle.data.cuts import KINDS, Group, Rows, shuffled_by
 from fedhassle.data.layout import Holding, Labels, layout, relabelled, thinned, units
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
@@ -121,14 +121,19 @@ class Drawer(NamedTuple):
         return np.random.default_rng([self.seed, zlib.crc32(b"split"), zlib.crc32(name.encode())])
 
     def order(self) -> Rows:
-        """All rows at random, so that every stretch holds the classes in their proportion."""
+        """All rows at random, so that every stretch holds the classes in their proportion.
+
+        Each class takes turns at even distances, from a start of its own. What the lines say on the right is
+        what they give for five samples if shuffling merely reverses and every start is ½.
+        """
+        # self.y = [0 1 0 1 0]
         rng = self.stream("order")
-        shuffled = rng.permutation(self.y.size)
-        by_class = shuffled[np.argsort(self.y[shuffled], kind="stable")]
-        sizes = np.bincount(self.y)
-        owner, rank = units(sizes)
-        turn = (rank + rng.random(sizes.size)[owner]) / sizes[owner]
-        return by_class[np.argsort(turn, kind="stable")]
+        by_class = shuffled_by(self.y, rng)  # (N,) rows, class after class: [4 2 0 3 1]
+        sizes = np.bincount(self.y)  # (M,): [3 2]
+        m, rank = units(sizes)  # (N,) each, the class of a row and its place there: [0 0 0 1 1], [0 1 2 0 1]
+        start = rng.random(sizes.size)  # (M,): [½ ½]
+        turn = (rank + start[m]) / sizes[m]  # (N,) from 0 to 1: [⅙ ½ ⅚ ¼ ¾]
+        return by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
 
     def divide(self, name: str, pool: Rows, targets: Rows, least: Rows) -> tuple[list[Rows], list[str]]:
         """The pool's rows for each member, and what a reader should know of it."""
@@ -183,29 +188,48 @@ def split(
 Annotated = tuple[list[Rows], list[Rows], list[str]]
 
 
+class Apart(NamedTuple):
+    """One part of the data of one kind of client, which is divided among just these."""
+
+    name: str
+    clients: Rows  # by their places
+    sizes: Rows  # samples that each of them should get
+
+
 def _annotate_apart(drawer: Drawer, holdings: Sequence[Holding], labels: Labels) -> Annotated:
     """The authors' way: labels and unlabelled data of each kind of client are drawn apart."""
     n_l, n_u = np.array(holdings).T
-    full, partial, bare = n_u == 0, (n_l > 0) & (n_u > 0), n_l == 0
-    labelled, unlabelled = ([np.empty(0, np.int64)] * len(holdings) for _ in range(2))
-    groups = (  # in the order in which they take their pools
-        ("labels of full clients", full, n_l, labelled),
-        ("labels of partial clients", partial, n_l, labelled),
-        ("unlabelled data of partial clients", partial, n_u, unlabelled),
-        ("data of unlabelled clients", bare, n_u, unlabelled),
+    full = np.flatnonzero(n_u == 0)
+    partial = np.flatnonzero((n_l > 0) & (n_u > 0))
+    bare = np.flatnonzero(n_l == 0)
+    parts = (  # in the order in which they take their pools
+        Apart("labels of full clients", full, n_l[full]),
+        Apart("labels of partial clients", partial, n_l[partial]),
+        Apart("unlabelled data of partial clients", partial, n_u[partial]),
+        Apart("data of unlabelled clients", bare, n_u[bare]),
     )
-    pools = np.split(drawer.order(), np.cumsum([n[members].sum() for _, members, n, _ in groups]))
+    ends = np.cumsum([part.sizes.sum() for part in parts])
+    pools = np.split(drawer.order(), ends)[: len(parts)]  # the rows behind the last end are nobody's
     notes: list[str] = []
-    if full.sum() == 1 and partial.any():
+    if full.size == 1 and partial.size:
         # One client alone would get an even mix: the authors set it against all the partial clients.
-        halves, least = np.array([n_l[full].sum(), n_l[partial].sum()]), np.array([1, partial.sum()])
+        halves = np.array([part.sizes.sum() for part in parts[:2]])
+        least = np.array([1, partial.size])
         pools[:2], notes = drawer.divide("all labels", np.concatenate(pools[:2]), halves, least)
-    for (name, members, n, held), pool in zip(groups, pools[:4], strict=True):
-        parts, more = drawer.divide(name, pool, n[members], np.ones_like(n[members]))
+    divided: list[dict[int, Rows]] = []  # the rows of each part, by client
+    for part, pool in zip(parts, pools, strict=True):
+        rows, more = drawer.divide(part.name, pool, part.sizes, np.ones_like(part.sizes))
+        divided.append(dict(zip(part.clients.tolist(), rows, strict=True)))
         notes += more
-        for k, part in zip(np.flatnonzero(members), parts, strict=True):
-            held[k] = part
-    return labelled, unlabelled, notes
+    full_labels, partial_labels, partial_rest, bare_data = divided
+    labelled = full_labels | partial_labels
+    unlabelled = partial_rest | bare_data
+    none = np.empty(0, np.int64)
+    return (
+        [labelled.get(k, none) for k in range(len(holdings))],
+        [unlabelled.get(k, none) for k in range(len(holdings))],
+        notes,
+    )
 
 
 def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: Labels) -> Annotated:
