@@ -24,7 +24,6 @@ from fedhassle.bench.figures import Costs, Timed, method_figures, scaling_figure
 from fedhassle.bench.measure import (
     PlainLoop,
     average_steps,
-    cores,
     flops_of_step,
     matrix_peak,
     phases,
@@ -375,14 +374,6 @@ def test_clients_of_the_scaling_tables_share_the_images():
     made = overlapping(clients=7, samples=30, images=100)
     assert [part.size for part in made.labelled] == [30] * 7 and not any(p.size for p in made.unlabelled)
     assert np.array_equal(made.labelled[3], [*range(90, 100), *range(20)])
-
-
-def test_cores_are_given_back():
-    before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), cores(before + 1):
-        assert torch.get_num_threads() == before + 1
-        _ = 1 / 0
-    assert torch.get_num_threads() == before
 
 
 def test_the_peak_is_a_number():

@@ -29,7 +29,7 @@ from fedhassle.federation import pace, processes
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.clientapp import site_node
-from fedhassle.federation.grid import from_records, to_records
+from fedhassle.federation.grid import FlowerGrid, Letter, from_records, to_records
 from fedhassle.federation.messages import (
     Content,
     RefusedError,
@@ -471,3 +471,32 @@ def test_the_words_of_a_node_are_read_from_a_file_whatever_they_hold(tmp_path):
     words = {"site": "north", "data": """/a b/it's "x"=y.toml""", "threads": 2}
     (tmp_path / "node.toml").write_text(tomli_w.dumps(words))
     assert parse_config_args([str(tmp_path / "node.toml")]) == words
+
+
+# A run that is stopped while it sends
+
+
+class Stopped:
+    """Flower's grid of a run that was stopped: whatever it is asked next ends the program."""
+
+    def __init__(self, push):
+        self.push_messages = push
+
+    def get_nodes(self):
+        raise SystemExit("stopped")
+
+
+def unstored(messages):
+    return [""] * len(messages)
+
+
+def expired(messages):
+    raise RuntimeError("the push session may have expired")
+
+
+@pytest.mark.parametrize("push", [unstored, expired])
+def test_a_run_that_is_stopped_while_it_sends_learns_of_it(push, monkeypatch):
+    monkeypatch.setattr("fedhassle.federation.grid.Message", lambda *words, **named: words)  # needs a task
+    letters = [Letter(node, "train", Content({}, {}), "1", 60.0) for node in (1, 2)]
+    with pytest.raises(SystemExit, match="stopped"):
+        FlowerGrid(Stopped(push)).push(letters)

@@ -34,6 +34,14 @@ def test_each_piece_of_work_has_one_thread_of_torch():
     assert side_by_side(lambda _: torch.get_num_threads(), range(4), 2) == [1] * 4
 
 
+def test_cores_are_given_back():
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), on_cores(before + 1):
+        assert torch.get_num_threads() == before + 1
+        _ = 1 / 0
+    assert torch.get_num_threads() == before
+
+
 def test_a_run_leaves_the_callers_threads_as_they_were(words, tmp_path):
     with on_cores(3):
         steps = carry_out(start(request(None, [*words, "rounds=2"]), tmp_path / "run"))

@@ -81,7 +81,13 @@ class FlowerGrid:
             )
             for letter in letters
         ]
-        ids: list[str | None] = [letter or None for letter in self.grid.push_messages(messages)]
+        try:
+            ids: list[str | None] = [letter or None for letter in self.grid.push_messages(messages)]
+        except Exception:
+            self.nodes()
+            raise
+        if not any(ids):
+            self.nodes()  # a run that is stopped while it sends learns of it by its next question
         return ids if len(ids) == len(letters) else [None] * len(letters)
 
     def pull(self, ids: Sequence[str]) -> list[Answer]:

@@ -14,9 +14,9 @@ from fedhassle.methods.fixmatch import FixMatch
 
 @dataclass(frozen=True)
 class FixMatchGlobal(FixMatch):
-    """FixMatch with labels of the global model: full clients train on labels, partial ones on all.
+    """FixMatch with labels of the global model: unlabelled clients train too, on those labels alone.
 
-    Unlabelled clients train too, on the labels that the model received gives them.
+    Full clients train on labels, partial ones on all.
     """
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:

@@ -16,10 +16,10 @@ from fedhassle.methods.fixmatch_global import FixMatchGlobal
 
 @dataclass(frozen=True)
 class Sage(FixMatchGlobal):
-    """SAGE: FixMatch with labels between the local and the global model's.
+    """SAGE: FixMatch with labels between the local and the global model's; unlabelled clients train too.
 
-    Full clients train on labels, partial ones on all, unlabelled ones on the labels that they are given: each
-    is λ·local + (1 − λ)·global, λ = 1 where both models are equally confident.
+    Full clients train on labels, partial ones on all. A label that is given is λ·local + (1 − λ)·global,
+    λ = 1 where both models are equally confident.
     """
 
     halving: float = 0.05  # the difference of confidences that halves λ; its paper's
