@@ -6,7 +6,7 @@ import pytest
 import small
 import torch
 
-from fedhassle.ahead import Question, answer, informed, questions
+from fedhassle.lanes.ahead import Question, answer, informed, questions
 from fedhassle.local import draw, local_models, look, prepare, visit
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Descent, Phase, Stream, as_models

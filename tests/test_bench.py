@@ -564,8 +564,8 @@ def test_the_paper_is_measured_on_a_gpu_and_less_on_a_cpu():
 def test_warnings_of_the_engine_are_shown_and_kept():
     console = Console(file=io.StringIO(), width=200)
     with warnings_to(console) as said:
-        fedhassle.lanes.log.warning("phase %r runs eagerly [here]", "labelled")
-    fedhassle.lanes.log.debug("not this")
+        fedhassle.lanes.scheduling.log.warning("phase %r runs eagerly [here]", "labelled")
+    fedhassle.lanes.scheduling.log.debug("not this")
     assert said == ["phase 'labelled' runs eagerly [here]"]
     assert "warning: phase 'labelled' runs eagerly [here]" in console.file.getvalue()
 

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhassle import lanes as module
-from fedhassle.chains import chains, connected, joined
 from fedhassle.cuda_sharing import EACH, FIRST, USUAL, Quiet, Streams
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
-from fedhassle.lanes import Lane, Lanes
+from fedhassle.lanes import scheduling as module
+from fedhassle.lanes.chains import chains, connected, joined
+from fedhassle.lanes.scheduling import Lane, Lanes
 from fedhassle.local import Job, Visit, train, visit
 from fedhassle.losses import cross_entropy, hard_labels
 from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update

@@ -14,16 +14,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.engine import Engine
-from fedhassle.graphs import Compiler
 from fedhassle.lanes import Lanes
+from fedhassle.lanes.graphs import Compiler
+from fedhassle.lanes.program import STRETCH, Program, stretch_functions, stretched, stretches
+from fedhassle.lanes.recording import FunctionsByShape
+from fedhassle.lanes.shapes import RECORDINGS, identity, shape_of
 from fedhassle.local import advance, draw, prepare, train, visit
 from fedhassle.losses import cross_entropy
 from fedhassle.method import SGD, Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
 from fedhassle.nets import LeNet, ResNet8
-from fedhassle.program import STRETCH, Program, stretch_functions, stretched, stretches
-from fedhassle.recording import FunctionsByShape
-from fedhassle.shapes import RECORDINGS, identity, shape_of
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "settings"),

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fedhassle.fused import rewriting
 from fedhassle.fused.operators import convolve_relu, gradient_sums, moments
-from fedhassle.graphs import Compiler, in_fewer_kernels, traced
+from fedhassle.lanes.graphs import Compiler, in_fewer_kernels, traced
 from fedhassle.nets import Net, ResNet8
 
 OURS = ("fedhassle.moments", "fedhassle.gradient_sums", "fedhassle.convolve_relu")

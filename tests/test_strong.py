@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from fedhassle.data import strong
-from fedhassle.graphs import Watch
+from fedhassle.lanes.graphs import Watch
 
 NAMES = (
     "AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize",

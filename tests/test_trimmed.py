@@ -6,9 +6,9 @@ import pytest
 import small
 from small import CPU
 
-from fedhassle.ahead import EVERY, Noting
 from fedhassle.engine import Engine
 from fedhassle.lanes import Lanes
+from fedhassle.lanes.ahead import EVERY, Noting
 from fedhassle.local import train, visit
 from fedhassle.methods import METHODS, FedAvg, Hassle
 from fedhassle.randomness import generator

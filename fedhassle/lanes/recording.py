@@ -10,8 +10,8 @@ One job followed through: HASSLE's `labelled residual`, on a client with labelle
    momentum, what is received, and the course (rows, labels, draws) of a stretch of ten steps.
 4. Functions (here): `look` makes the ten batches and asks w_S and w_U about all of them at once (`ahead.py`),
    `step` makes one step. Both are tried out and fused once for all lanes.
-5. Replay (`lanes.py`): each lane captures `look` and ten times `step` as one graph. The job's 100 steps are
-   then: its vectors into the buffers, and ten times the next part of its course into place and a replay.
+5. Replay (`scheduling.py`): each lane captures `look` and ten times `step` as one graph. The job's 100 steps
+   are then: its vectors into the buffers, and ten times the next part of its course into place and a replay.
 
 What cannot be compiled is captured as it is; what cannot be captured, or changes too often to be worth it,
 runs eagerly. On a CPU, where there is nothing to capture, the same functions run over the same buffers.
@@ -23,10 +23,10 @@ import logging
 from collections.abc import Hashable
 
 from fedhassle.engine import Engine
-from fedhassle.graphs import Compiler, UncapturableError, Watch
+from fedhassle.lanes.graphs import Compiler, UncapturableError, Watch
+from fedhassle.lanes.program import STRETCH, Program, StretchFunctions, StretchInputs, stretch_functions
+from fedhassle.lanes.shapes import RECORDINGS
 from fedhassle.local import Buffers, Course, Job
-from fedhassle.program import STRETCH, Program, StretchFunctions, StretchInputs, stretch_functions
-from fedhassle.shapes import RECORDINGS
 
 log = logging.getLogger("fedhassle")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedhassle.ahead import Answers, Question, answer, informed, names_asked, questions
 from fedhassle.engine import Engine
+from fedhassle.lanes.ahead import Answers, Question, answer, informed, names_asked, questions
 from fedhassle.local import Buffers, Course, Job, look, prepare, step
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays

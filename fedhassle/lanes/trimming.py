@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from fedhassle.ahead import EVERY
 from fedhassle.engine import Engine
+from fedhassle.lanes.ahead import EVERY
+from fedhassle.lanes.program import Program
+from fedhassle.lanes.shapes import RECORDINGS, shape_of
 from fedhassle.local import Job, draw
-from fedhassle.program import Program
-from fedhassle.shapes import RECORDINGS, shape_of
 from fedhassle.vectors import Arrays
 
 

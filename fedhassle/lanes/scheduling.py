@@ -1,4 +1,4 @@
-"""Many clients at once on one GPU: a few lanes, each replaying one client's steps on a stream of its own.
+"""A few lanes, each replaying one client's steps on a stream of its own.
 
 One thread keeps all lanes going: it hands each its next stretch of steps as soon as the lane can take it, and
 never waits for one of them. Lanes run on a CPU too, in turns, so that all but the capturing is tested there.
@@ -18,16 +18,16 @@ from functools import partial
 
 import torch
 
-from fedhassle.chains import Chain, chains, joined
 from fedhassle.cuda_sharing import FIRST, QUIET, STREAMS, USUAL
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
-from fedhassle.graphs import captured
+from fedhassle.lanes.chains import Chain, chains, joined
+from fedhassle.lanes.graphs import captured
+from fedhassle.lanes.program import Program, StretchFunctions, stretches
+from fedhassle.lanes.recording import FunctionsByShape
+from fedhassle.lanes.shapes import shape_of
+from fedhassle.lanes.trimming import Trimmer
 from fedhassle.local import Buffers, Job, Trained, Visit, draw, follow, perform, run_to_end
-from fedhassle.program import Program, StretchFunctions, stretches
-from fedhassle.recording import FunctionsByShape
-from fedhassle.shapes import shape_of
-from fedhassle.trimming import Trimmer
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
