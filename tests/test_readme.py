@@ -1,7 +1,6 @@
 """What the README says can be done can be done."""
 
 import ast
-import json
 import re
 import shlex
 import statistics
@@ -14,10 +13,13 @@ from fedhassle.cli import app
 from fedhassle.commands.options import asked
 from fedhassle.config import resolve
 from fedhassle.reproduce.experiment import cells, read_experiment
+from fedhassle.reproduce.figures import figures
 from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.requested import read
 
 ROOT = Path(__file__).parents[1]
+SMALL_ABLATION = ROOT / "docs" / "small-ablation.toml"
 TEXT = (ROOT / "README.md").read_text("utf-8")
 
 
@@ -76,23 +78,45 @@ def test_pictures_and_links_of_the_readme_exist():
     assert local and [link for link in local if not (ROOT / link).exists()] == []
 
 
+def made_by(experiment, name, metric):
+    """The figure of each seed of a cell, from the runs that an experiment in docs/ asks for."""
+    own = read_experiment(str(ROOT / "docs" / experiment))
+    (found,) = [
+        figure
+        for figure in figures(own, cells(own), Ledger(ROOT / "results"))
+        if figure.name == name and figure.metric in (metric, HEADLINE)
+    ]
+    return [100 * value for value in found.values.values()]
+
+
+def rows_of(text):
+    """The rows of tables that hold a mean and a standard deviation."""
+    return [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if "±" in line
+    ]
+
+
 def test_the_figures_of_the_readme_are_those_of_the_results():
     """Mean ± sample standard deviation over the seeds, lowest and highest seed, from the files themselves."""
     own = re.sub(r"<!-- table1 -->.*<!-- /table1 -->", "", TEXT, flags=re.DOTALL)  # test_report_texts.py's
-    rows = [
-        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in own.splitlines() if "±" in line
-    ]
-    rows = [row for row in rows if row[0].lower() in ("hassle", "fedavg")]
+    rows = [row for row in rows_of(own) if row[0].lower() in ("hassle", "fedavg")]
     assert rows
     for method, prediction, shown, low, high, *_ in rows:
-        files = sorted((ROOT / "results" / "fmnist-mini").glob(f"{method.lower()}-*.json"))
-        scores = [
-            100 * json.loads(file.read_text("utf-8"))["accuracy"][prediction]["mean_of_last"]
-            for file in files
-        ]
+        scores = made_by("ten-seeds.toml", method.lower(), f"accuracy.{prediction}")
         assert len(scores) == 10
         assert shown == f"{statistics.fmean(scores):.2f} ± {statistics.stdev(scores):.2f}"
         assert (low, high) == (f"{min(scores):.2f}", f"{max(scores):.2f}")
+
+
+def test_the_small_ablation_of_the_results_is_that_of_its_runs():
+    text = (ROOT / "docs" / "results.md").read_text("utf-8").partition("## Other settings")[2]
+    rows = [row for row in rows_of(text) if row[0] in "✗✓"]
+    assert [row[:2] for row in rows] == [list(pair) for pair in ("✗✗", "✗✓", "✓✗", "✓✓")]
+    for gra, mpa, *shown in rows:
+        name = f"{'gra' if gra == '✓' else 'no-gra'}-{'mpa' if mpa == '✓' else 'no-mpa'}"
+        scores = [made_by(SMALL_ABLATION.name, name, f"accuracy.{mode}") for mode in ("SM", "UM", "EM")]
+        assert all(len(of_mode) == read_experiment(str(SMALL_ABLATION)).seeds for of_mode in scores)
+        assert shown == [f"{statistics.fmean(s):.1f} ± {statistics.stdev(s):.1f}" for s in scores]
 
 
 def test_the_experiment_of_the_readme_is_that_of_its_runs():
