@@ -147,6 +147,8 @@ def test_a_line_of_the_audit_log_that_was_cut_off_harms_no_other(tmp_path):
     path = tmp_path / "audit.jsonl"
     Audit(path).write("round", round=1, contributed=["a"], failed=[])
     path.write_text(path.read_text() + '{"event": "rou')
+    before = path.read_bytes()
+    assert len(Audit(path).read()) == 1 and path.read_bytes() == before  # whose writer may be at work on it
     Audit(path).write("round", round=2, contributed=["b"], failed=[])
     assert [event["round"] for event in Audit(path).read()] == [1, 2]
 

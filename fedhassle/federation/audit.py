@@ -6,7 +6,7 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedhassle.files import json_lines
 
@@ -18,16 +18,14 @@ class Audit:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a line that a crash cut off
-            with path.open("a", encoding="utf-8") as file:
-                file.write("\n")
 
     def write(self, event: str, **about: Any) -> None:
         """Adds an event; the line is on the disk before the run goes on."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n")
+        line = json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            file.write(end_of_cut_line(file) + line.encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -48,3 +46,11 @@ class Audit:
             if event["event"] == "round":
                 merged[event["round"]] = event["contributed"]
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
+
+
+def end_of_cut_line(file: BinaryIO) -> bytes:
+    """What a file needs before its next line: a line feed where a crash has cut off the last one."""
+    if not file.tell():
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read() == b"\n" else b"\n"
