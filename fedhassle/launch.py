@@ -352,12 +352,12 @@ def carry_on(
         model = about_model(run)
         summary = finish(run.folder, run.method, how, model)
         write_text(run.folder.card, model_card(summary, model))
-        picture(run, summary)
+        draw_picture(run, summary)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
         trackers.end(summary)
 
 
-def picture(run: Run, summary: Metrics) -> None:
+def draw_picture(run: Run, summary: Metrics) -> None:
     """Draws the accuracy by round; a picture that cannot be drawn is no reason to lose a result."""
     try:
         draw_curves(grouped([summary]), run.folder.curves)

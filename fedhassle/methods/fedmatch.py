@@ -40,7 +40,7 @@ class FedMatch(Method):
     proximity_weight: float = 10.0  # λ_L2
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
     ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
-    unlabelled: bool = False  # whether unlabelled clients train ψ
+    unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
     weights: Literal["samples", "clients"] = "samples"  # of means; ours, as clients differ in size
     least_change: float = 5e-5  # changes up to this size are not sent, in either direction
 

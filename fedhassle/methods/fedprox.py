@@ -17,7 +17,7 @@ from fedhassle.vectors import squared_distance
 class FedProx(FedAvg):
     """FedAvg with a proximal term; unlabelled data and clients are idle."""
 
-    mu: float = 0.001  # μ, weight of the proximal term; the smallest that its paper tries
+    mu: float = 0.001  # μ, weight of the proximal term; ours: the paper gives none
 
     def __post_init__(self) -> None:
         super().__post_init__()
