@@ -31,16 +31,16 @@ from fedhassle.cuda_sharing import QUIET
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.layout import KINDS, kind_of
 from fedhassle.data.partition import Split, pooled, steps_on_labels
+from fedhassle.drawings.curves import draw_curves
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy
 from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
+from fedhassle.groups import grouped
 from fedhassle.memory import Memory
 from fedhassle.method import Method
 from fedhassle.parallel import on_cores
 from fedhassle.provenance import hardware, machine, versions
-from fedhassle.report.curves import draw_curves
-from fedhassle.report.groups import flat, grouped
-from fedhassle.requested import Requested, from_json, read_tables, to_json
+from fedhassle.requested import Requested, flat, from_json, read_tables, to_json
 from fedhassle.rounds import Federation, Plan
 from fedhassle.runs import Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator

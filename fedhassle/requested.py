@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -208,3 +208,12 @@ def from_json(text: str) -> Requested:
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise ValueError("it holds no layers of settings")
     return Requested(tuple(layers))
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings with dotted keys."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key != "labels":
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -30,9 +30,9 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from fedhassle.groups import Group, modes_of
 from fedhassle.method import Client
 from fedhassle.names import counted
-from fedhassle.report.groups import Group, modes_of
 from fedhassle.runs import Metrics, Step, averaged
 from fedhassle.terminal import say
 from fedhassle.together import Begun, Event

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from fedhassle.data.partition import ClientRow
-from fedhassle.report.charts import Chart, Point, Series, caption, draw_bars, draw_lines, spaced, tick_step
-from fedhassle.report.dots_svg import draw_split_svg
-from fedhassle.report.markup import escaped, joined, number, tag
+from fedhassle.drawings.charts import Chart, Point, Series, caption, draw_bars, draw_lines, spaced, tick_step
+from fedhassle.drawings.dots_svg import draw_split_svg
+from fedhassle.drawings.markup import escaped, joined, number, tag
 
 
 def chart(*series, **changes):

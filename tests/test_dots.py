@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedhassle.data.partition import Split, split, table
+from fedhassle.drawings import dots
 from fedhassle.errors import UserError
-from fedhassle.report import dots
 
 Y = np.array([0] * 6 + [1] * 6)
 # Client 1: 4 labels of class 0; client 2: of class 1, 1 with a label, 3 without; client 3: 2 of each.

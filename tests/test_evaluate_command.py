@@ -253,7 +253,7 @@ def test_the_suffix_of_a_picture_may_have_capitals(finished, images, tmp_path):
 
 
 def test_many_classes_and_odd_names_are_drawn(tmp_path, rng):
-    from fedhassle.report.matrix import draw_scores
+    from fedhassle.drawings.matrix import draw_scores
 
     for m in (2, 40):
         p, y = rng.dirichlet(np.ones(m), 50), rng.integers(0, m, 50)

@@ -13,7 +13,6 @@ from fedhassle.config import resolve
 from fedhassle.data.datasets import CATALOGUE, Dataset
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
-from fedhassle.report.groups import flat
 from fedhassle.reproduce.experiment import (
     Narrowing,
     cells,
@@ -22,7 +21,7 @@ from fedhassle.reproduce.experiment import (
     select,
 )
 from fedhassle.reproduce.paper import printed
-from fedhassle.requested import layer, request
+from fedhassle.requested import flat, layer, request
 
 SIZES = {  # cells: combinations of choices × seeds, by hand
     "table1": 3 * 3 * 11 * 3,

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from fedhassle.report.groups import Spread, differences, flat, grouped, spread
+from fedhassle.groups import Spread, differences, grouped, spread
+from fedhassle.requested import flat
 
 
 def summary(method="hassle", seed=0, digest="a", data="mine.npz", curve=(0.5,), **settings):

@@ -12,8 +12,8 @@ from PIL import Image
 from rich.console import Console
 from small import PNG, call, summary_of
 
-from fedhassle.report import curves
-from fedhassle.report.groups import Group
+from fedhassle.drawings import curves
+from fedhassle.groups import Group
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import ledgers
 import pytest
 from browser import browser, executable
 
-from fedhassle.pages import content
-from fedhassle.pages.page import page
+from fedhassle.report import content
+from fedhassle.report.page import page
 from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 

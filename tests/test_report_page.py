@@ -12,12 +12,12 @@ import ledgers
 import pytest
 from small import call
 
-from fedhassle.pages import content
-from fedhassle.pages.content import MISSING, OTHER, PARTIAL
-from fedhassle.pages.drawing import by_round, default_split
-from fedhassle.pages.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, findings
-from fedhassle.pages.grid import grid
-from fedhassle.pages.page import difference, letters, page
+from fedhassle.report import content
+from fedhassle.report.content import MISSING, OTHER, PARTIAL
+from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, findings
+from fedhassle.report.graphics import by_round, default_split
+from fedhassle.report.grid import grid
+from fedhassle.report.page import difference, letters, page
 from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 

@@ -12,9 +12,9 @@ import ledgers
 import pytest
 from small import call
 
-from fedhassle.pages import content, latex, markdown
-from fedhassle.pages.tidy import COLUMNS, tidy
-from fedhassle.pages.wording import command
+from fedhassle.report import content, latex, markdown
+from fedhassle.report.tidy import COLUMNS, tidy
+from fedhassle.report.wording import command
 from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 

@@ -10,8 +10,8 @@ from PIL import Image
 from small import PNG, call, environment
 
 from fedhassle.data.survey import survey
+from fedhassle.drawings.examples import EXAMPLES, chosen, draw_examples
 from fedhassle.federation.agreement import Agreement, DataTerms, write_agreement
-from fedhassle.report.examples import EXAMPLES, chosen, draw_examples
 
 
 def save(path, size=(10, 10), mode="RGB", colour=None):

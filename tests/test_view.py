@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fedhassle import view
-from fedhassle.report.groups import grouped
+from fedhassle.groups import grouped
 from fedhassle.together import Event
 from fedhassle.view import OF_SEVERAL, follow_together
 

@@ -109,9 +109,9 @@ def evaluate(
     from fedhassle.data.pictures import TO_FIT
     from fedhassle.data.site import ImageForm
     from fedhassle.data.survey import conversions, skipped
+    from fedhassle.drawings.formats import check_picture
+    from fedhassle.drawings.matrix import FORMATS, draw_scores
     from fedhassle.model import chosen, load
-    from fedhassle.report.matrix import FORMATS, draw_scores
-    from fedhassle.report.pictures import check_picture
     from fedhassle.scores import as_json as plain
     from fedhassle.scores import score
 

@@ -28,8 +28,8 @@ def report(
     One page that needs no network, our figures beside the paper's (report.html); or Markdown, CSV, LaTeX.
     In a Markdown file of one's own only what stands between <!-- NAME --> and <!-- /NAME --> is renewed.
     """
-    from fedhassle.pages import content
-    from fedhassle.pages.write import check_format, write_report
+    from fedhassle.report import content
+    from fedhassle.report.write import check_format, write_report
     from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
     from fedhassle.reproduce.ledger import Ledger
 

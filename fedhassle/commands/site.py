@@ -44,8 +44,8 @@ def check(
     with x and y, -1 meaning unlabelled. Nothing leaves this machine.
     """
     from fedhassle.data.survey import survey
-    from fedhassle.report.examples import FORMATS, draw_examples
-    from fedhassle.report.pictures import check_picture
+    from fedhassle.drawings.examples import FORMATS, draw_examples
+    from fedhassle.drawings.formats import check_picture
 
     check_picture(picture, FORMATS)
     form = None

@@ -35,8 +35,8 @@ def split(
     from fedhassle.build import build_dataset, build_split
     from fedhassle.config import resolve
     from fedhassle.data.partition import table
-    from fedhassle.report.dots import FORMATS, draw_split
-    from fedhassle.report.pictures import check_picture
+    from fedhassle.drawings.dots import FORMATS, draw_split
+    from fedhassle.drawings.formats import check_picture
 
     check_picture(picture, FORMATS)
     settings = resolve(asked(words, data_dir, None))

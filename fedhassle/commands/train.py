@@ -125,8 +125,8 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
 
 def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
     """The table of finished runs, those that differ in their seed alone together; before it, their curves."""
-    from fedhassle.report.curves import draw_curves
-    from fedhassle.report.groups import grouped
+    from fedhassle.drawings.curves import draw_curves
+    from fedhassle.groups import grouped
     from fedhassle.runs import read_summary
     from fedhassle.view import comparison_table
 
@@ -168,8 +168,8 @@ def compare(
     Runs that differ in their seed alone are taken together as mean ± std. Those without a summary.json, which
     are not finished, are named and left out.
     """
-    from fedhassle.report.curves import FORMATS
-    from fedhassle.report.pictures import check_picture
+    from fedhassle.drawings.curves import FORMATS
+    from fedhassle.drawings.formats import check_picture
     from fedhassle.runs import finished, spread_out
 
     check_picture(picture, FORMATS)

@@ -1,1 +1,1 @@
-"""Tables and pictures of splits and results."""
+"""The ledger beside the paper: a page to look at, Markdown, LaTeX and CSV."""

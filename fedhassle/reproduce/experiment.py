@@ -13,9 +13,8 @@ from fedhassle.build import is_machines
 from fedhassle.errors import UserError, require
 from fedhassle.launch import Identity, identify
 from fedhassle.names import nearest
-from fedhassle.report.groups import flat
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.requested import Changes, Requested, key_value, layer, read_toml, request, shipped
+from fedhassle.requested import Changes, Requested, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
 SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn

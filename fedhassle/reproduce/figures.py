@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedhassle.report.groups import Spread, spread
+from fedhassle.groups import Spread, spread
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, Printed, printed

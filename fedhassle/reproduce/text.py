@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fedhassle.groups import Spread
 from fedhassle.launch import Identity
-from fedhassle.report.groups import Spread
 from fedhassle.reproduce.experiment import Cell, Experiment
 from fedhassle.reproduce.figures import Figure, unit
 from fedhassle.reproduce.ledger import Ledger

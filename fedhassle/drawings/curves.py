@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedhassle.drawings.formats import check_picture
 from fedhassle.files import atomic
+from fedhassle.groups import Group
 from fedhassle.method import Method
-from fedhassle.report.groups import Group
-from fedhassle.report.pictures import check_picture
 
 # Colour-blind safe (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

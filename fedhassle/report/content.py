@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from fedhassle.groups import Curve, curve_of
 from fedhassle.provenance import machine
-from fedhassle.report.groups import Curve, curve_of
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Narrowing, fitting
 from fedhassle.reproduce.figures import Figure, by_name, by_seed, curve, figures_of, paper_of, summaries
 from fedhassle.reproduce.ledger import Ledger

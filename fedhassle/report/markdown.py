@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fedhassle.pages.content import Report, Section
-from fedhassle.pages.findings import Finding, findings
-from fedhassle.pages.grid import Entry, Grid, Line, grid
-from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
+from fedhassle.report.content import Report, Section
+from fedhassle.report.findings import Finding, findings
+from fedhassle.report.grid import Entry, Grid, Line, grid
+from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
 from fedhassle.reproduce.paper import printed
 from fedhassle.reproduce.text import changed_settings
 

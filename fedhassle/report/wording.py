@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from fedhassle.pages.content import DONE, OTHER, PARTIAL, Result, Section
-from fedhassle.pages.grid import Entry
+from fedhassle.report.content import DONE, OTHER, PARTIAL, Result, Section
+from fedhassle.report.grid import Entry
 from fedhassle.reproduce.experiment import Narrowing
 from fedhassle.reproduce.figures import Figure, unit
 from fedhassle.reproduce.text import shown_as

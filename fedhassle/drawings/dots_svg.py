@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fedhassle.data.partition import ClientRow
-from fedhassle.report.charts import LETTER, text
-from fedhassle.report.dots import (
+from fedhassle.drawings.charts import LETTER, text
+from fedhassle.drawings.dots import (
     TICKS_APART,
     WIDEST_DOT,
     cell_width,
@@ -16,7 +16,7 @@ from fedhassle.report.dots import (
     shown_names,
     ticks,
 )
-from fedhassle.report.markup import Markup, joined, number, tag
+from fedhassle.drawings.markup import Markup, joined, number, tag
 
 INCH = 72.0  # in the units of the picture
 TOP, BELOW, RIGHT = 8.0, 58.0, 8.0

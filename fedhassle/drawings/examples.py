@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site import SiteData
+from fedhassle.drawings.dots import shortened
+from fedhassle.drawings.formats import check_picture
 from fedhassle.files import atomic
-from fedhassle.report.dots import shortened
-from fedhassle.report.pictures import check_picture
 
 EXAMPLES = 10  # of a class
 CELL = 0.6  # inches, the longer side of an image

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fedhassle.report.markup import Markup, joined, number, tag
+from fedhassle.drawings.markup import Markup, joined, number, tag
 
 COLOURS = 8  # of the style sheet, called c0, c1, …
 WIDTH, HEIGHT = 680.0, 340.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
-from fedhassle.pages.content import Report
-from fedhassle.pages.latex import latex
-from fedhassle.pages.markdown import OWN, markdown, renewed
-from fedhassle.pages.page import page
-from fedhassle.pages.tidy import tidy
+from fedhassle.report.content import Report
+from fedhassle.report.latex import latex
+from fedhassle.report.markdown import OWN, markdown, renewed
+from fedhassle.report.page import page
+from fedhassle.report.tidy import tidy
 
 FORMATS: dict[str, Callable[[Report], str]] = {".html": page, ".md": markdown, ".csv": tidy, ".tex": latex}
 

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fedhassle.drawings.dots import shortened
+from fedhassle.drawings.formats import check_picture
 from fedhassle.files import atomic
-from fedhassle.report.dots import shortened
-from fedhassle.report.pictures import check_picture
 from fedhassle.scores import Scores
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5F5F5F"  # colour-blind safe (Okabe and Ito)

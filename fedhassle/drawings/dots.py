@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from fedhassle.data.partition import ClientRow
+from fedhassle.drawings.formats import check_picture
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
-from fedhassle.report.pictures import check_picture
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.requested import MACHINE
+from fedhassle.requested import MACHINE, flat
 from fedhassle.runs import Metrics
 
 PATHS = ("data.name", "split.file")
@@ -142,12 +142,3 @@ def differs(key: str, value: Any, others: Sequence[Mapping[str, Any]]) -> bool:
 def shown(key: str, value: Any) -> Any:
     """A value as a label has it: of a path its end."""
     return PurePath(value).name if key in PATHS else value
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings with dotted keys."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and key != "labels":
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

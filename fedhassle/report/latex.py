@@ -6,9 +6,9 @@ import itertools
 import re
 import unicodedata
 
-from fedhassle.pages.content import Report, Section
-from fedhassle.pages.grid import Entry, Grid, Line, grid
-from fedhassle.pages.wording import HOW_TO_READ, MISSING_MARK, gap, lacking, ours, paper, signed, source
+from fedhassle.report.content import Report, Section
+from fedhassle.report.grid import Entry, Grid, Line, grid
+from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, gap, lacking, ours, paper, signed, source
 from fedhassle.reproduce.text import changed_settings
 
 SPECIAL = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fedhassle.groups import Spread, spread
 from fedhassle.names import counted
-from fedhassle.pages.content import Report, Result, Section
-from fedhassle.report.groups import Spread, spread
+from fedhassle.report.content import Report, Result, Section
 from fedhassle.reproduce.experiment import Choice, Experiment
 from fedhassle.reproduce.figures import in_common
 from fedhassle.reproduce.paper import HEADLINE, Claim

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from fedhassle.pages.content import Result, Section
+from fedhassle.report.content import Result, Section
 from fedhassle.reproduce.experiment import Choice
 from fedhassle.reproduce.figures import Figure, in_common, is_accuracy
 from fedhassle.reproduce.paper import HEADLINE

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedhassle.data import datasets, partition
-from fedhassle.pages.content import OTHER, Result, Section
-from fedhassle.pages.grid import Entry, Grid, picked
-from fedhassle.report.charts import (
+from fedhassle.drawings.charts import (
     COLOURS,
     Chart,
     Point,
@@ -20,9 +18,11 @@ from fedhassle.report.charts import (
     draw_bars,
     draw_lines,
 )
-from fedhassle.report.dots_svg import draw_split_svg
-from fedhassle.report.groups import Curve
-from fedhassle.report.markup import Markup
+from fedhassle.drawings.dots_svg import draw_split_svg
+from fedhassle.drawings.markup import Markup
+from fedhassle.groups import Curve
+from fedhassle.report.content import OTHER, Result, Section
+from fedhassle.report.grid import Entry, Grid, picked
 from fedhassle.reproduce.experiment import Experiment
 from fedhassle.reproduce.figures import MEGABYTES, PERCENT, Figure, Unit, unit
 from fedhassle.reproduce.paper import HEADLINE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 
-from fedhassle.pages.content import Report, Result, Section
-from fedhassle.pages.wording import command
+from fedhassle.report.content import Report, Result, Section
+from fedhassle.report.wording import command
 from fedhassle.reproduce.figures import Figure, unit
 
 COLUMNS = (

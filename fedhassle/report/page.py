@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Sequence
 from importlib import resources
 
-from fedhassle.pages.content import MISSING, OTHER, Report, Result, Section
-from fedhassle.pages.drawing import Drawing, accuracy_by_round, default_split, drawn
-from fedhassle.pages.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, Finding, Pair, Side, findings
-from fedhassle.pages.grid import Entry, Grid, Line, grid
-from fedhassle.pages.wording import (
+from fedhassle.drawings.markup import Markup, joined, tag
+from fedhassle.groups import spread
+from fedhassle.report.content import MISSING, OTHER, Report, Result, Section
+from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, Finding, Pair, Side, findings
+from fedhassle.report.graphics import Drawing, accuracy_by_round, default_split, drawn
+from fedhassle.report.grid import Entry, Grid, Line, grid
+from fedhassle.report.wording import (
     HOW_TO_READ,
     MISSING_MARK,
     command,
@@ -22,8 +24,6 @@ from fedhassle.pages.wording import (
     signed,
     source,
 )
-from fedhassle.report.groups import spread
-from fedhassle.report.markup import Markup, joined, tag
 from fedhassle.reproduce.text import changed_settings
 from fedhassle.version import package_version
 
@@ -38,7 +38,7 @@ Environments = dict[tuple[str, str], str]
 def page(report: Report) -> str:
     """The whole page."""
     environments = lettered(report)
-    style = resources.files("fedhassle").joinpath("pages", "style.css").read_text("utf-8")
+    style = resources.files("fedhassle").joinpath("report", "style.css").read_text("utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
