@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from fedhassle.groups import Curve, curve_of
 from fedhassle.provenance import machine
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Narrowing, fitting
-from fedhassle.reproduce.figures import Figure, by_name, by_seed, curve, figures_of, paper_of, summaries
+from fedhassle.reproduce.figures import (
+    Figure,
+    by_name,
+    by_seed,
+    curve,
+    early,
+    figures_of,
+    paper_of,
+    summaries,
+)
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, Printed, printed
 from fedhassle.requested import Requested
@@ -41,6 +50,7 @@ class Result:
     headline: Figure  # the accuracy that stands for its method
     seeds: tuple[int, ...]  # that are wanted
     curves: Mapping[str, Curve]  # by metric
+    early: Mapping[str, Mapping[int, float]]  # by metric, then by seed: the mean of the first evaluations
     runs: tuple[Made, ...]
     rounds: int  # of the runs
     wanted: int  # rounds that the experiment asks for
@@ -154,6 +164,7 @@ def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known:
         headline=headline,
         seeds=tuple(cell.seed for cell in seeds),
         curves={metric: curve_of([dict(curve(run, metric)) for run in found]) for metric in metrics},
+        early={metric: by_seed(found, metric, early) for metric in metrics},
         runs=runs,
         rounds=shown[0].identity.rounds,
         wanted=seeds[0].identity.rounds,

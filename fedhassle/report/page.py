@@ -9,7 +9,18 @@ from importlib import resources
 from fedhassle.drawings.markup import Markup, joined, tag
 from fedhassle.groups import spread
 from fedhassle.report.content import MISSING, OTHER, Report, Result, Section
-from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, Finding, Pair, Side, findings
+from fedhassle.report.findings import (
+    CONFIRMED,
+    IN_PART,
+    NOT,
+    SO_FAR,
+    UNKNOWN,
+    WITHIN,
+    Finding,
+    Pair,
+    Side,
+    findings,
+)
 from fedhassle.report.graphics import Drawing, accuracy_by_round, default_split, drawn
 from fedhassle.report.grid import Entry, Grid, Line, grid
 from fedhassle.report.wording import (
@@ -28,8 +39,10 @@ from fedhassle.reproduce.text import changed_settings
 from fedhassle.version import package_version
 
 TITLE = "The paper's tables and figures, made again"
-MARKS = {CONFIRMED: "✓", SO_FAR: "✓", IN_PART: "~", NOT: "✗", UNKNOWN: "…"}
-LOOKS = {CONFIRMED: "yes", SO_FAR: "sofar", IN_PART: "part", NOT: "no", UNKNOWN: "unknown"}
+MARKS = {CONFIRMED: "✓", WITHIN: "≈", SO_FAR: "○", IN_PART: "~", NOT: "✗", UNKNOWN: "…"}
+LOOKS = {
+    **{CONFIRMED: "yes", WITHIN: "part", SO_FAR: "sofar", IN_PART: "part", NOT: "no", UNKNOWN: "unknown"},
+}
 
 Environments = dict[tuple[str, str], str]
 """A letter for each machine and set of versions."""
@@ -156,30 +169,32 @@ def pairs_table(pairs: Sequence[Pair]) -> Markup:
         tag(
             "tr",
             tag("th", pair.where or MISSING_MARK, scope="row"),
-            tag("td", side(pair.high, pair.seeds)),
-            tag("td", side(pair.low, pair.seeds)),
-            tag("td", difference(pair.gap)),
+            tag("td", side(pair.high, pair)),
+            tag("td", "near" if pair.near else "no lower than"),
+            tag("td", side(pair.low, pair)),
+            tag("td", difference(pair.gap, pair.unit.decimals)),
             tag("td", seeds_of(pair.seeds)),
         )
         for pair in pairs
     ]
-    titles = ("where", "higher, it says", "lower, it says", "difference", "seeds")
+    titles = ("where", "this", "is, it says,", "that", "difference", "seeds")
     head = tag("tr", *(tag("th", word, scope="col") for word in titles))
     return scrolled(tag("table", tag("thead", head), tag("tbody", *rows)), "comparisons")
 
 
-def side(one: Side, seeds: Sequence[int]) -> Markup:
-    """One of two figures that are compared, over some seeds."""
-    value = spread([one.values[seed] for seed in seeds])
-    return joined(one.label, " ", tag("span", str(value), class_="ours"))
+def side(one: Side, pair: Pair) -> Markup:
+    """One of two figures that are compared, over the seeds of both."""
+    value = spread([one.values[seed] for seed in pair.seeds])
+    return joined(one.label, " ", tag("span", pair.unit.spread_text(value), class_="ours"))
 
 
-def difference(points: float | None) -> Markup:
+def difference(points: float | None, decimals: int = 2) -> Markup:
     """A difference with its sign, coloured by it."""
     if points is None:
         return Markup("")
-    look = "above" if points >= 0.005 else "below" if points <= -0.005 else "level"
-    return tag("span", signed(points), class_=f"gap {look}")
+    least = 0.5 * 10**-decimals
+    look = "above" if points >= least else "below" if points <= -least else "level"
+    return tag("span", signed(points, decimals), class_=f"gap {look}")
 
 
 def scrolled(table: Markup, about: str) -> Markup:

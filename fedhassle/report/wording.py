@@ -36,9 +36,9 @@ def gap(entry: Entry) -> float | None:
     return unit(figure.metric).of(figure.ours.mean - figure.paper)
 
 
-def signed(points: float) -> str:
+def signed(points: float, decimals: int = 2) -> str:
     """A difference in points, with a true minus."""
-    return f"{points:+.2f}".replace("-", MINUS)
+    return f"{points:+.{decimals}f}".replace("-", MINUS)
 
 
 def lacking(result: Result) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedhassle.groups import Spread, spread
@@ -28,6 +28,10 @@ class Unit(NamedTuple):
     def text(self, value: float) -> str:
         """A value in this unit, with its decimals."""
         return f"{self.of(value):.{self.decimals}f}"
+
+    def spread_text(self, value: Spread) -> str:
+        """A mean and its standard deviation in this unit, with their decimals."""
+        return self.text(value.mean) + ("" if value.std is None else f" ± {self.text(value.std)}")
 
     def spread(self, value: Spread) -> Spread:
         """A mean and its standard deviation in this unit."""
@@ -127,9 +131,11 @@ def has(line: Metrics, metric: str) -> bool:
     return metric == HEADLINE or (isinstance(line.get(table), dict) and name in line[table])
 
 
-def by_seed(summaries: Sequence[Metrics], metric: str) -> dict[int, float]:
-    """A figure of each seed that has it."""
-    known = {summary["seed"]: final(summary, metric) for summary in summaries}
+def by_seed(
+    summaries: Sequence[Metrics], metric: str, of: Callable[[Metrics, str], float | None] | None = None
+) -> dict[int, float]:
+    """A figure of each seed that has it: what the runs come to, or what a function makes of them."""
+    known = {summary["seed"]: (of or final)(summary, metric) for summary in summaries}
     return {seed: value for seed, value in known.items() if value is not None}
 
 
@@ -146,8 +152,17 @@ def final(summary: Metrics, metric: str) -> float | None:
     if table in ("bytes_up", "bytes_down"):
         clients = sum(line["clients"][name] for line in summary["history"])
         return sum(line[table][name] for line in summary["history"]) / clients if clients else None
-    values = [value for _, value in curve(summary, metric)[-LAST:]]
-    return statistics.fmean(values) if values else None
+    return mean_of(curve(summary, metric)[-LAST:])
+
+
+def early(summary: Metrics, metric: str) -> float | None:
+    """What a run begins with: the mean of its first evaluations, as many as the last ones of its figure."""
+    return mean_of(curve(summary, metric)[:LAST])
+
+
+def mean_of(points: Sequence[tuple[int, float]]) -> float | None:
+    """The mean over some rounds; None over none."""
+    return statistics.fmean(value for _, value in points) if points else None
 
 
 def curve(summary: Metrics, metric: str) -> list[tuple[int, float]]:

@@ -11,16 +11,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says of an experiment, in a form that its figures can be held against: one of four."""
+    """What the paper says of an experiment, in a form that its figures can be held against.
+
+    One of `order`, `best`, `worst`, `rises` and `cells` says what is compared, the others how.
+    """
 
     says: str
     order: tuple[str, ...] = ()  # metrics of a cell, the highest first
     best: str = ""  # the choice that is above all others of its axis that the paper has
     worst: str = ""  # the choice that is below them
     rises: str = ""  # the axis along which the accuracy rises
-    cells: tuple[str, ...] = ()  # names of cells, the highest first
+    cells: tuple[str, ...] = ()  # names of cells, the highest first; with `near`, those that are near to it
+    near: float | str = ""  # a value as figures show it, or the name of a cell
     among: tuple[str, ...] = ()  # only where one of these is chosen
     metric: str = ""  # what is compared, where a method has it; else its headline
+    apart: tuple[str, ...] = ()  # two metrics: what is compared is how far they lie apart
+    early: bool = False  # at the beginning of the runs, and not at their end
 
 
 @dataclass(frozen=True)

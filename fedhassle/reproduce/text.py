@@ -101,5 +101,4 @@ def compared(figure: Figure) -> tuple[str, str, str]:
 
 def shown_as(metric: str, value: Spread) -> str:
     """A figure over seeds in the unit of its metric."""
-    shown = unit(metric)
-    return shown.text(value.mean) + ("" if value.std is None else f" ± {shown.text(value.std)}")
+    return unit(metric).spread_text(value)
