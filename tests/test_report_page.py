@@ -140,10 +140,21 @@ def test_other_rounds_are_shown_but_not_compared(text, ledger):
     assert {pair.low.label for pair in claim.known} == {"FedAvg", "FedProx"}
 
 
-def test_the_best_rival_is_bold_and_no_other(text):
+def test_the_best_rival_is_bold_and_no_other(text, ledger):
+    assert bold_of(text) == []  # rivals that the paper has are missing
+    methods = ("fedavg", "fedprox", "hassle", "central", "sage")
+    assert bold_of(page(made(ledger, "table1", methods=methods))) == ["71.00"]  # not the reference
+
+
+def bold_of(text):
+    """What is bold in table 1."""
     table = text.partition('<section id="table1"')[2].partition("</section>")[0]
-    bold = re.findall(r"<b>(.*?)</b>", table)
-    assert bold == ["71.00"]  # neither the reference nor what ran for 50 rounds
+    return re.findall(r"<b>(.*?)</b>", table)
+
+
+def test_nothing_is_best_beside_what_ran_for_other_rounds(ledger):
+    methods = ("fedavg", "hassle", "fixmatch")
+    assert bold_of(page(made(ledger, "table1", methods=methods))) == []
 
 
 def test_status_of_each_result(ledger):
@@ -186,7 +197,7 @@ def test_how_every_number_was_made(text, ledger):
 
 
 def test_the_accuracy_and_bytes_by_kind_of_client(text):
-    assert row(text, "communication", "HASSLE") == ["70.00", *["1.000", "2.000", "3.000"] * 2]
+    assert row(text, "communication", "HASSLE") == ["70.00 seed 0", *["1.000", "2.000", "3.000"] * 2]
 
 
 def test_what_was_skipped_is_named(text):
@@ -542,18 +553,25 @@ def test_the_best_is_so_on_the_seeds_that_all_rivals_have(tmp_path):
     for method, seed, score in (("fedavg", 0, 0.6), ("fedprox", 0, 0.5), ("fedprox", 1, 0.9)):
         ledgers.put(tmp_path, ledgers.summary(table[f"cifar10-10%-{method}-{seed}"], {"model": score}))
 
-    def best():
-        (section,) = made(tmp_path, "table1").sections
-        return [
-            entry.result.name
-            for line in grid(section).lines
-            for entry in line.entries
-            if entry and entry.best
-        ]
+    def best(*methods):
+        (section,) = made(tmp_path, "table1", methods=methods).sections
+        entries = [entry for line in grid(section).lines for entry in line.entries if entry and entry.best]
+        return [(entry.result.choices[-1].id, entry.best_on) for entry in entries]
 
-    assert best() == ["cifar10-10%-fedavg"]
+    assert best("fedavg", "fedprox") == [("fedavg", (0,))]
+    assert best("fedavg", "fedprox", "mixmatch") == []  # which the paper has, and which may be the best
+    assert best("fedavg", "fedprox", "sage") == [("fedavg", (0,))]  # the paper does not have that
+    text = page(made(tmp_path, "table1", methods=("fedavg", "fedprox")))
+    assert row(text, "table1", "FedAvg")[CIFAR10] == "60.00 57.85 +2.15 1 of 3 seeds best on seed 0"
+    ledgers.put(tmp_path, ledgers.summary(table["cifar10-10%-fedavg-1"], {"model": 0.9}))
+    assert best("fedavg", "fedprox") == [("fedavg", ())]  # both have the same seeds
     ledgers.put(tmp_path, ledgers.summary(table["cifar10-10%-fixmatch-2"], {"model": 0.9}))
-    assert best() == []  # no seed that all of them have
+    assert best("fedavg", "fedprox", "fixmatch") == []  # no seed that all of them have
+
+
+def test_the_page_says_which_figure_is_the_papers_and_what_figures_are(text):
+    shown = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
+    assert "71.11beneath it the paper's" in shown and "accuracies in %" in shown
 
 
 def test_single_seeds_confirm_nothing(tmp_path):

@@ -80,11 +80,33 @@ def test_a_table_in_markdown(ledger):
             "90.00 <sub>7 rounds instead of 200, 1 of 3 seeds</sub> (64.54)",
         ],
         [
-            *("✓", "✓", "**69.00** ± 1.00 (66.34)", "**70.00** ± 1.00 (67.14)"),
-            "**71.00** ± 1.00 (67.79)",
+            *("✓", "✓", "69.00 ± 1.00 (66.34)", "70.00 ± 1.00 (67.14)"),
+            "71.00 ± 1.00 (67.79)",  # no best, as long as others have not run
         ],
     ]
     assert "4 of 12 runs are done." in text and "`fedhassle reproduce ablation`" in text
+
+
+BOLD = "Bold: the best of a column in which all rivals have run"
+
+
+def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
+    """Of two cells, with seed 1 in common; and of none."""
+    (section,) = made(ledger, "ablation", only=("gra-mpa", "no-gra-mpa")).sections
+    text, table = markdown.block(section), latex.table(section)
+    assert "**71.00** ± 1.00 <sub>best on seed 1</sub> (67.79)" in text
+    assert f"{BOLD}, on the seeds that all there have." in text and BOLD in table
+    assert r"\textbf{71.00} $\pm$ 1.00 (67.79, +3.21)" in table
+    (alone,) = made(ledger, "ablation").sections
+    assert "Bold" not in markdown.block(alone) + latex.table(alone)
+
+
+def test_figures_of_a_single_seed_say_so(ledger):
+    (section,) = made(ledger, "communication").sections
+    assert "| HASSLE | 70.00 <sub>seed 0</sub> | 1.000 |" in markdown.block(section)
+    assert "All of it is of seed 0." in latex.table(section)
+    (section,) = made(ledger, "ablation").sections
+    assert "of seed 0" not in latex.table(section)
 
 
 def test_the_whole_report_in_markdown(ledger):
@@ -196,7 +218,7 @@ def test_a_table_in_latex(ledger):
     lines = latex.table(section).splitlines()
     assert r"\begin{tabular}{llrrr}" in lines and r"GRA & MPA & SM & UM & EM \\" in lines
     whole = r"69.00 (66.34, +2.66) & 70.00 (67.14, +2.86) & 71.00 (67.79, +3.21)"
-    expected = re.sub(r"(\d+\.00) ", r"\\textbf{\1} $\\pm$ 1.00 ", whole)
+    expected = re.sub(r"(\d+\.00) ", r"\1 $\\pm$ 1.00 ", whole)
     assert rf"$\surd$ & $\surd$ & {expected} \\" in lines
     assert any("90.00* (64.54)" in line for line in lines)  # not compared, but marked
     assert any("65.43* (66.47, $-$1.04)" in line for line in lines)

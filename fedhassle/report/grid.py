@@ -14,6 +14,7 @@ from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.text import metric_label
 
 Combination = tuple[Choice, ...]
+Place = tuple[int, int]  # row and column
 
 
 class Entry(NamedTuple):
@@ -21,7 +22,8 @@ class Entry(NamedTuple):
 
     figure: Figure
     result: Result
-    best: bool = False
+    best: bool = False  # of its column or row
+    best_on: tuple[int, ...] = ()  # the seeds on which it is the best, where not all there have the same
 
 
 class Line(NamedTuple):
@@ -41,6 +43,7 @@ class Grid:
     stub: tuple[str, ...]
     headings: tuple[tuple[str, ...], ...]  # of each column, one for each level
     lines: tuple[Line, ...]
+    by_row: bool  # whether the best is that of a row, and not of a column
 
 
 def grid(section: Section) -> Grid:
@@ -72,7 +75,7 @@ def grid(section: Section) -> Grid:
         else:
             lines.append(line_of_metrics(choices, metrics, its[0]))
     stub = tuple(experiment.axes[i].label for i in rows) or ("prediction",)
-    return Grid(stub, tuple(headings), marked(lines, by_row=not rows))
+    return Grid(stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows)
 
 
 def picked(result: Result, axes: Sequence[int]) -> Combination:
@@ -141,29 +144,36 @@ def marked(lines: Sequence[Line], by_row: bool) -> tuple[Line, ...]:
         groups = [[(i, j) for j in range(width)] for i in range(len(lines))]
     else:
         groups = [[(i, j) for i in range(len(lines))] for j in range(width)]
-    best = {place for group in groups for place in best_of(lines, group)}
+    best = {place: seeds for group in groups for place, seeds in best_of(lines, group).items()}
     return tuple(
         one._replace(
             entries=tuple(
-                found and found._replace(best=(i, j) in best) for j, found in enumerate(one.entries)
+                found and found._replace(best=(i, j) in best, best_on=best.get((i, j), ()))
+                for j, found in enumerate(one.entries)
             )
         )
         for i, one in enumerate(lines)
     )
 
 
-def best_of(lines: Sequence[Line], group: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places of the highest accuracy, over the seeds that all rivals have which ran as they should."""
-    known, rivals = dict[tuple[int, int], Mapping[int, float]](), set[str]()
+def best_of(lines: Sequence[Line], group: Sequence[Place]) -> dict[Place, tuple[int, ...]]:
+    """The places of the highest accuracy on the seeds that all rivals have; which, where some have more.
+
+    As long as a rival that the paper has is missing there is none: it may be the best.
+    """
+    known, rivals = dict[Place, Mapping[int, float]](), set[str]()
     for i, j in group:
         found = lines[i].entries[j]
-        if found is None or lines[i].reference or not found.result.comparable:
+        if found is None or lines[i].reference or not is_accuracy(found.figure.metric):
             continue
-        if found.figure.values and is_accuracy(found.figure.metric):
+        if found.result.comparable and found.figure.values:
             known[i, j] = found.figure.values
             rivals.add(found.result.name)
+        elif all(choice.paper for choice in found.result.choices):
+            return {}
     seeds = in_common(known.values()) if len(rivals) > 1 else []
     means = {
         place: round(fmean(values[seed] for seed in seeds), 4) for place, values in known.items() if seeds
     }
-    return [place for place, value in means.items() if value == max(means.values())]
+    on = () if all(len(values) == len(seeds) for values in known.values()) else tuple(seeds)
+    return {place: on for place, value in means.items() if value == max(means.values())}

@@ -8,7 +8,18 @@ import unicodedata
 
 from fedhassle.report.content import Report, Section
 from fedhassle.report.grid import Entry, Grid, Line, grid
-from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, gap, lacking, ours, paper, signed, source
+from fedhassle.report.wording import (
+    HOW_TO_READ,
+    MISSING_MARK,
+    bold,
+    gap,
+    lacking,
+    ours,
+    paper,
+    seeds_in_words,
+    signed,
+    source,
+)
 from fedhassle.reproduce.text import changed_settings
 
 SPECIAL = {
@@ -70,7 +81,9 @@ def marks(made: Grid) -> str:
         words.append("*: fewer seeds than asked for, or other rounds.")
     if any(line.own for line in made.lines):
         words.append("†: not in the paper.")
-    return " ".join(words)
+    if len(seeds := {seed for entry in entries for seed in entry.result.seeds}) == 1:
+        words.append(f"All of it is of {seeds_in_words(seeds)}.")
+    return " ".join([*words, *filter(None, [bold(made)])])
 
 
 def headings(made: Grid) -> list[str]:

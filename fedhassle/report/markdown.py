@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fedhassle.report.content import Report, Section
 from fedhassle.report.findings import Finding, findings
 from fedhassle.report.grid import Entry, Grid, Line, grid
-from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, command, lacking, ours, paper, source
+from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, bold, command, notes, ours, paper, source
 from fedhassle.reproduce.paper import printed
 from fedhassle.reproduce.text import changed_settings
 
@@ -70,8 +70,9 @@ def legend(section: Section, made: Grid) -> str:
         words.append("In parentheses the paper's figure.")
     if any(entry.figure.ours is None for entry in entries):
         words.append(f"{MISSING_MARK} is not run yet.")
-    if any(lacking(entry.result) for entry in entries if entry.result.runs):
-        words.append("Small print says what a figure still lacks.")
+    if any(notes(entry) for entry in entries if entry.result.runs):
+        words.append("Small print says of which seeds a figure is and what it lacks.")
+    words += filter(None, [bold(made)])
     if any(line.own for line in made.lines):
         words.append("† The paper does not have it.")
     return " ".join([*words, f"Made by `{command(section)}`."])
@@ -99,7 +100,7 @@ def cell(entry: Entry | None) -> str:
     if entry.best:
         value, mark, std = shown.partition(" ± ")
         shown = f"**{value}**{mark}{std}"
-    note = f" <sub>{lacking(entry.result)}</sub>" if entry.result.runs and lacking(entry.result) else ""
+    note = f" <sub>{'; '.join(notes(entry))}</sub>" if entry.result.runs and notes(entry) else ""
     beside = paper(entry.figure)
     return shown + note + ("" if beside is None else f" ({beside})")
 

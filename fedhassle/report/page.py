@@ -28,7 +28,7 @@ from fedhassle.report.wording import (
     MISSING_MARK,
     command,
     gap,
-    lacking,
+    notes,
     ours,
     paper,
     seeds_of,
@@ -234,9 +234,16 @@ def contents(report: Report) -> Markup:
 def how_to_read() -> Markup:
     """What the marks mean."""
     marks = [
-        (tag("b", "73.57"), "the best of ours among rivals, over the seeds that all of them have"),
+        (tag("span", "72.34", class_="ours"), "ours: an accuracy in %, where nothing else is said"),
+        (tag("span", "71.11", class_="second"), "beneath it the paper's"),
         (difference(1.23), "ours is above the paper's, in points"),
         (difference(-1.23), "ours is below it"),
+        (tag("b", "72.34"), "the best of ours in a column (or row) in which all rivals but † have run"),
+        (
+            tag("span", "best on seed 0", class_="note"),
+            "as far as all there have the same seeds: on this one",
+        ),
+        (tag("span", "seed 0", class_="note"), "the only one that is asked for"),
         (tag("span", "1 of 3 seeds", class_="note"), "fewer seeds than asked for, or other rounds"),
         (tag("span", MISSING_MARK, class_="none"), "not run yet"),
         (tag("span", "†", class_="own"), "the paper does not have it"),
@@ -343,7 +350,7 @@ def cell_of(entry: Entry | None) -> Markup:
     value, _, std = ours(figure).partition(" ± ")
     spread = [tag("span", f" ± {std}", class_="std")] if std else []
     shown = tag("span", tag("b", value) if entry.best else value, *spread, class_="ours")
-    note = [tag("span", lacking(result), class_="note")] if lacking(result) else []
+    note = [tag("span", words, class_="note") for words in notes(entry)]
     return tag("td", shown, *second, *note, class_="other" if result.status == OTHER else None)
 
 

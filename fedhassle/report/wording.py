@@ -6,15 +6,16 @@ import shlex
 from collections.abc import Iterable
 
 from fedhassle.report.content import DONE, OTHER, PARTIAL, Result, Section
-from fedhassle.report.grid import Entry
+from fedhassle.report.grid import Entry, Grid
 from fedhassle.reproduce.experiment import Narrowing
-from fedhassle.reproduce.figures import Figure, unit
+from fedhassle.reproduce.figures import Figure, is_accuracy, unit
 from fedhassle.reproduce.text import shown_as
 
 MISSING_MARK, MINUS = "—", "−"
 HOW_TO_READ = (
-    "Ours is the mean over seeds ± their sample standard deviation; a run's figure is the mean of its last "
-    "ten evaluations on the test images, never the best round."
+    "Figures are accuracies in % where nothing else is said. Ours is the mean over seeds ± their sample "
+    "standard deviation; a run's figure is the mean of its last ten evaluations on the test images, never "
+    "the best round."
 )
 
 
@@ -51,10 +52,34 @@ def lacking(result: Result) -> str:
     return "" if result.status == DONE else "not run"
 
 
+def notes(entry: Entry) -> list[str]:
+    """What has to be known of a figure that stands in a table, in a few words each."""
+    whole = entry.result.status == DONE and is_accuracy(entry.figure.metric)
+    alone = [seeds_in_words(entry.figure.values)] if whole and entry.figure.seeds == 1 else []
+    best = [f"best on {seeds_in_words(entry.best_on)}"] if entry.best_on else []
+    return [*alone, *filter(None, [lacking(entry.result)]), *best]
+
+
+def bold(made: Grid) -> str:
+    """What bold means in a table; nothing where it has none."""
+    entries = [entry for line in made.lines for entry in line.entries if entry is not None and entry.best]
+    if not entries:
+        return ""
+    rivals = "all rivals but †" if any(line.own for line in made.lines) else "all rivals"
+    words = f"Bold: the best of a {'row' if made.by_row else 'column'} in which {rivals} have run"
+    return f"{words}{', on the seeds that all there have' if any(one.best_on for one in entries) else ''}."
+
+
 def source(section: Section) -> str:
     """Where the paper has it."""
     experiment = section.experiment
     return f"{experiment.source} of the paper" if section.paper is not None else experiment.source
+
+
+def seeds_in_words(numbers: Iterable[int]) -> str:
+    """Seeds by their name: seed 0, seeds 0–2."""
+    every = list(numbers)
+    return f"seed{'' if len(every) == 1 else 's'} {seeds_of(every)}"
 
 
 def seeds_of(numbers: Iterable[int]) -> str:
