@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedhassle.names import counted
 from fedhassle.version import package_version
 
 
@@ -51,7 +52,7 @@ def hardware(device: torch.device, threads: int) -> dict[str, Any]:
 
 def machine(hardware: Mapping[str, Any]) -> str:
     """The part of it that decides how long a run takes: the GPU, else the processor and the threads used."""
-    return str(hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads")
+    return str(hardware["gpu"] or f"{hardware['cpu']}, {counted(hardware['threads'], 'thread')}")
 
 
 @cache

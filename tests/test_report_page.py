@@ -481,6 +481,17 @@ def test_bytes_are_compared_with_those_of_another_method(tmp_path):
     assert partial.verdict == NOT and "2.000 beside 1.500 MB (near: within 10 %)" in partial.numbers
 
 
+def test_where_no_client_of_a_kind_was_drawn_its_bytes_are_not_known(tmp_path):
+    """And no accuracy stands in for them."""
+    for cell in by_key("communication").values():
+        summary = ledgers.summary(cell, {"model": 0.5})
+        for line in summary["history"]:
+            line["clients"] = {**line["clients"], "partial": 0}
+        ledgers.put(tmp_path, summary)
+    *_, partial = findings(made(tmp_path, "communication"))
+    assert partial.verdict == UNKNOWN
+
+
 @pytest.mark.parametrize(
     ("at", "rest", "verdict", "gap"),
     [(0.5, 0.6, CONFIRMED, 10), (0.6, 0.5, NOT, -10), (0.5, 0.5, WITHIN, 0)],
@@ -590,6 +601,15 @@ def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
     assert [figure.metric for figure in losses.results[0].figures] == ["loss.w_S", "loss.w_U"]
 
 
+def test_a_run_without_losses_is_no_error(tmp_path):
+    first, second, _ = by_key("training-loss").values()
+    bare = ledgers.summary(second, ledgers.hassle(0.7))
+    for line in bare["history"]:
+        del line["loss"]
+    ledgers.put(tmp_path, ledgers.summary(first, ledgers.hassle(0.7)), bare)
+    assert row(page(made(tmp_path, "training-loss")), "training-loss", "HASSLE")[0].startswith("0.015 ")
+
+
 def test_a_chart_of_losses_has_no_accuracies_in_it():
     (section,) = made(RESULTS, "training-loss").sections
     charted = replace(section.experiment, metrics=("loss.w_S",), show="curves")
@@ -622,7 +642,8 @@ def test_references_come_last(ledger):
 
 def test_the_split_is_that_of_the_paper():
     """1 full, 9 partial and 10 unlabelled clients of 2,500 images each; a tenth of all labelled."""
-    described = default_split().picture
+    described, caption = default_split()
+    assert caption.startswith("CIFAR-10, 10 % labelled, ")
     assert "1 full: 2,500 labelled and 0 unlabelled" in described
     assert "9 partial: 2,500 labelled and 20,000 unlabelled" in described
     assert "10 unlabelled: 0 labelled and 25,000 unlabelled" in described

@@ -12,8 +12,8 @@ import pytest
 from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, kill_when
 
-from fedhassle import together
-from fedhassle.commands.reproduce import seconds_of
+from fedhassle import provenance, together
+from fedhassle.commands.reproduce import seconds_of, what_is_left
 from fedhassle.data import download
 from fedhassle.errors import UserError
 from fedhassle.files import locked
@@ -21,7 +21,7 @@ from fedhassle.reproduce import work as working
 from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment
 from fedhassle.reproduce.figures import curve, figures, final
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.text import duration
+from fedhassle.reproduce.text import duration, time_left
 from fedhassle.reproduce.work import Clock, Work
 from fedhassle.together import Event
 
@@ -218,7 +218,9 @@ def test_a_budget_ends_the_work_and_the_same_command_goes_on(budget, made, tiny,
         code, out = make(tiny, tmp_path, "--methods", "fedavg", "--budget", budget)
     assert code == 0 and len(told(out)) == len(results(tmp_path)) < 4
     assert f"left: {4 - len(told(out))} of 4 runs" in out
-    assert len(list((tmp_path / "runs").glob("*/checkpoints"))) == 1  # one was cut
+    (cut,) = (tmp_path / "runs").glob("*/checkpoints")  # one was cut
+    key, t = FEDAVG[len(told(out))], int(sorted(cut.iterdir())[-1].stem.removeprefix("round-"))
+    assert 0 < t < 4 and f"\ntiny {key} was cut after round {t} of 4\nleft: " in out
     code, _ = make(tiny, tmp_path, "--methods", "fedavg")
     assert code == 0 and results(tmp_path) == results(made[0], "fedavg")
     assert not list((tmp_path / "runs").glob("*.lock"))
@@ -281,9 +283,25 @@ def test_a_cell_in_another_process_is_left_to_it_and_looked_at_again(made, tiny,
     with locked(lock):
         assert {work.cell(event).key for event in work.carry_out()} == {*FEDAVG} - {busy.key}
         assert [cell.key for cell in work.left] == [busy.key] and not work.failed
+        assert list(what_is_left(work)) == ["left: 1 of 4 runs, 1 of them in work in another process"]
     again = work_on(tiny, tmp_path)
     assert {again.cell(event).key for event in again.carry_out()} == {busy.key}
     assert results(tmp_path) == results(made[0], "fedavg")
+    assert not list(what_is_left(again)) and not list(what_is_left(work))
+
+
+def test_what_another_process_cannot_make_is_left_to_the_same_command(tiny, tmp_path):
+    """One cell is in work elsewhere; the others were not begun."""
+    work = work_on(tiny, tmp_path)
+    lock = tmp_path / "runs" / f"{work.cells[0].identity.settings_hash[:8]}-{work.cells[0].seed}.lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with locked(lock):
+        work._take(work.cells[0], lambda cell, folder: None)
+    (line,) = what_is_left(work)
+    assert line == (
+        "left: 4 of 4 runs, 1 of them in work in another process; the same command goes on with them"
+    )
 
 
 def test_a_cell_that_becomes_free_meanwhile_is_made_at_the_end(tiny, tmp_path):
@@ -458,6 +476,9 @@ def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):
         (("table1", "--methods", "hasle"), "did you mean 'hassle'"),
         (("table1", "--only", "cifar11"), "did you mean 'cifar10'"),
         (("table1", "--budget", "soon"), "--budget 'soon' is no time"),
+        (("table1", "--only", ","), "--only ',' names nothing"),
+        (("table1", "--only", ""), "--only '' names nothing"),
+        (("table1", "--methods", " , "), "--methods ' , ' names nothing"),
         (("table1", "roundz=3"), "unknown setting 'roundz'"),
         (("table1", "seed=3"), "--seeds"),
         (("table1", "--device", "cdua"), "device"),
@@ -493,6 +514,20 @@ def test_the_time_left_is_told_at_the_speed_measured_here(made, tiny, tmp_path):
     assert re.match(r"1 run to make on cpu, 1 at once; time left: \d+ s\n", out)
 
 
+@pytest.mark.parametrize(("threads", "text"), [(1, "a, 1 thread"), (2, "a, 2 threads")])
+def test_a_machine_without_a_gpu_is_its_processor_and_threads(threads, text):
+    assert provenance.machine({"gpu": None, "cpu": "a", "threads": threads}) == text
+
+
+def test_the_time_left_says_of_how_many_it_is_known(tiny):
+    """Of two of four cells; of none; of all."""
+    chosen = cells(read_experiment(str(tiny)), Narrowing(methods=("fedavg",)))
+    known = {cell.identity.key: 3600.0 for cell in chosen[:2]}
+    assert time_left(chosen, lambda run: known.get(run.key)) == "2 h 0 min for 2 of 4; the rest unknown"
+    assert time_left(chosen[:2], lambda run: known.get(run.key)) == "2 h 0 min"
+    assert time_left(chosen, lambda run: None) == "unknown"
+
+
 def test_our_figures_stand_beside_the_papers(tmp_path, monkeypatch, idle):
     """A run of this repository: nothing is left to make."""
     monkeypatch.chdir(tmp_path)
@@ -515,6 +550,17 @@ def test_curves_losses_and_bytes_come_from_the_history(made):
     for m in run["history"]:
         m["clients"]["full"] = m["bytes_up"]["full"] = 0
     assert final(run, "bytes_up.full") is None
+
+
+def test_lines_without_losses_or_bytes_count_for_nothing(made):
+    run = json.loads(next((made[0] / "results").rglob("hassle-*-0.json")).read_text())
+    first, *rest = run["history"]
+    bare = {key: value for key, value in first.items() if key not in ("loss", "bytes_up")}
+    without = {**run, "history": [bare, *rest]}
+    assert curve(without, "loss.w_S") == curve({**run, "history": rest}, "loss.w_S")
+    for metric in ("loss.w_S", "bytes_up.partial"):
+        assert final(without, metric) == final({**run, "history": rest}, metric)
+        assert final({**run, "history": [bare]}, metric) is None
 
 
 @pytest.mark.parametrize(

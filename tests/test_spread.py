@@ -222,7 +222,7 @@ def test_the_time_left_is_that_of_all_machines_together(chosen, made, tmp_path):
         hardware = {**summary["hardware"], "cpu": cpu}
         file.write_text(json.dumps({**summary, "seconds": seconds, "hardware": hardware}))
     work = SpreadWork("local", Ledger(tmp_path / "results"), chosen)
-    work._machines = [("a, 1 threads", 2), ("b, 1 threads", 1), ("unknown", 9)]
+    work._machines = [("a, 1 thread", 2), ("b, 1 thread", 1), ("unknown", 9)]
     assert work.seconds(chosen[0].identity) == pytest.approx(2)
     work._machines = [("unknown", 9)]
     assert work.seconds(chosen[0].identity) is None

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedhassle.errors import require
 from fedhassle.requested import Requested, request
 
 Words = Annotated[
@@ -53,9 +54,11 @@ def as_changes(data_dir: Path | None, device: str | None) -> list[str]:
     ]
 
 
-def split(words: str | None) -> tuple[str, ...]:
-    """Words with commas between them."""
-    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
+def split(words: str | None, option: str) -> tuple[str, ...]:
+    """Words with commas between them; where an option is given, there has to be one."""
+    found = tuple(word.strip() for word in (words or "").split(",") if word.strip())
+    require(words is None or bool(found), f"{option} {words!r} names nothing: leave it out for all of them")
+    return found
 
 
 def names_and_changes(words: Sequence[str] | None, rounds: int | None) -> tuple[list[str], list[str]]:

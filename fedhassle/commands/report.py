@@ -38,7 +38,7 @@ def report(
         check_format(path)
     named, changes = names_and_changes(names, rounds)
     chosen = {name: read_experiment(name) for name in named or experiments()}
-    narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
+    narrowing = Narrowing(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
     cells = select(list(chosen.values()), narrowing)
     require(results.is_dir(), f"there is no ledger at {results}: name its folder with --results")
     ledger = Ledger(results)

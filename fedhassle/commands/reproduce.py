@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +72,7 @@ def reproduce(
     from fedhassle.reproduce.ledger import Ledger
 
     chosen = [read_experiment(name) for name in named or experiments()]
-    narrowing = Narrowing(split(only), split(methods), seeds, tuple(changes))
+    narrowing = Narrowing(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
     console, ledger = Console(), Ledger(results)
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
@@ -128,9 +128,8 @@ def make(
     if work.cells:
         follow_work(work, console)
     show_figures(chosen, cells, narrowing, ledger, console)
-    left = len(work.left)
-    if left:
-        say(console, f"left: {left} of {len(work.cells)} runs; the same command goes on with them")
+    for line in what_is_left(work):
+        say(console, line)
     for cell, error in work.failed:
         say(console, f"{cell} failed: {error}")
         more = sum(other is error for other in work.barred)
@@ -138,6 +137,17 @@ def make(
             say(console, f"{more} more {'run needs' if more == 1 else 'runs need'} these images")
     if work.failed:
         raise typer.Exit(1)
+
+
+def what_is_left(work: Work) -> Iterator[str]:
+    """How far the runs came that are not there yet, and who goes on with them; nothing where all are."""
+    left, elsewhere = len(work.left), len(work.elsewhere)
+    for cell, t in work.cut:
+        yield f"{cell} was cut after round {t} of {cell.identity.rounds}"
+    if left:
+        others = f", {elsewhere} of them in work in another process" if elsewhere else ""
+        rest = "; the same command goes on with them" if left > elsewhere else ""
+        yield f"left: {left} of {len(work.cells)} runs{others}{rest}"
 
 
 def follow_work(work: Work, console: Console) -> None:

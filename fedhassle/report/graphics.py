@@ -218,6 +218,6 @@ def default_split() -> Drawing:
     entry = datasets.CATALOGUE[DEFAULT_DATA]
     y = np.repeat(np.arange(entry.classes), entry.images[0] // entry.classes)
     rows = partition.table(partition.split(y), y, entry.classes)
-    title = f"{entry.name}, 10 % labelled, α = 0.1, seed 0"
+    title = f"{entry.description.partition(':')[0]}, 10 % labelled, α = 0.1, seed 0"
     words = f"{title}. The larger a dot, the more images of a class a client holds."
     return Drawing(draw_split_svg(rows, "split", title, entry.class_names), words)

@@ -150,8 +150,9 @@ def final(summary: Metrics, metric: str) -> float | None:
     if metric == HEADLINE or table == "accuracy":
         return float(summary["accuracy"][name or summary["headline"]]["mean_of_last"])
     if table in ("bytes_up", "bytes_down"):
-        clients = sum(line["clients"][name] for line in summary["history"])
-        return sum(line[table][name] for line in summary["history"]) / clients if clients else None
+        lines = [line for line in summary["history"] if has(line, metric)]
+        clients = sum(line["clients"][name] for line in lines)
+        return sum(line[table][name] for line in lines) / clients if clients else None
     return mean_of(curve(summary, metric)[-LAST:])
 
 
@@ -179,4 +180,4 @@ def is_accuracy(metric: str) -> bool:
 def value_of(line: Metrics, metric: str, headline: str) -> Any:
     """A metric in a line of metrics."""
     table, _, name = metric.partition(".")
-    return line["accuracy"][headline] if metric == HEADLINE else line[table].get(name)
+    return line["accuracy"][headline] if metric == HEADLINE else line.get(table, {}).get(name)

@@ -15,30 +15,33 @@ from fedhassle.reproduce.figures import Figure, unit
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, printed
 
+REST = "; the rest unknown"
+
 
 def listing(
     chosen: Sequence[Experiment], cells: Mapping[str, Sequence[Cell]], ledger: Ledger
 ) -> Iterator[str]:
     """Every experiment in a line, in the paper's order: its size, what is done, the time that is left."""
-    form = "{:20} {:9} {:>5} {:>5} {:>16}  {}"
+    form = "{:20} {:9} {:>5} {:>5} {:>24}  {}"
     yield form.format("experiment", "paper", "cells", "done", "time left", "what")
     known = list(printed())
     for one in sorted(chosen, key=lambda one: known.index(one.name) if one.name in known else len(known)):
         its = cells[one.name]
         lacking = [cell for cell in its if cell.identity not in ledger]
-        left = time_left(lacking, ledger.seconds)
+        left = time_left(lacking, ledger.seconds).removesuffix(REST)
         yield form.format(one.name, one.source, len(its), len(its) - len(lacking), left, one.title)
 
 
 def time_left(cells: Sequence[Cell], seconds: Callable[[Identity], float | None]) -> str:
-    """How long cells take by what is known of each, as far as that is known."""
+    """How long cells take by what is known of each, and of how many that is known."""
     times = {cell.identity.key: seconds(cell.identity) for cell in cells}
     measured = [seconds for seconds in times.values() if seconds is not None]
     if not times:
         return "–"
     if not measured:
         return "unknown"
-    return ("over " if len(measured) < len(times) else "") + duration(sum(measured))
+    part = f" for {len(measured)} of {len(times)}{REST}" if len(measured) < len(times) else ""
+    return duration(sum(measured)) + part
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from fedhassle.arrays import round_files
 from fedhassle.build import build_dataset, settings_hash
 from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import locked
@@ -108,6 +109,22 @@ class Work:
         """The cells that are still not there, for whatever reason."""
         self.ledger.refresh()
         return [cell for cell in self.cells if cell.identity not in self.ledger]
+
+    @property
+    def elsewhere(self) -> list[Cell]:
+        """Those of them that another process was at when this one was done with its own."""
+        return [cell for cell in self.left if cell in self._elsewhere]
+
+    @property
+    def cut(self) -> list[tuple[Cell, int]]:
+        """Those that are begun and that nobody is at, with the round from which they go on."""
+        others = [*self._elsewhere, *(cell for cell, _ in self.failed)]
+        begun = [
+            (cell, round_files(Folder(self._home(cell)).checkpoints))
+            for cell in self.left
+            if cell not in others
+        ]
+        return [(cell, max(files)) for cell, files in begun if files]
 
     def cell(self, event: Event) -> Cell:
         """The cell that an event is about."""
