@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def code() -> str:
     for path in sorted(home.rglob("*.py")):
         found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:12]
+
+
+def own_code(name: str) -> str | None:
+    """A hash of the source file of the module that an import path names; None of what has none."""
+    if ":" not in name:
+        return None
+    file = getattr(import_module(name.partition(":")[0]), "__file__", None)
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 
 
 def hardware(device: torch.device, threads: int) -> dict[str, Any]:

@@ -1,0 +1,19 @@
+"""What a result depends on beside its settings."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from fedhassle.provenance import own_code
+
+
+def test_code_of_ones_own_is_known_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"class Mine:\n    pass\n"
+    (tmp_path / "code_of_mine.py").write_bytes(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert own_code("code_of_mine:Mine") == hashlib.sha256(text).hexdigest()[:12]
+    assert own_code("sys:path") is None  # built in: it has no source
+    assert own_code("hassle") is None
