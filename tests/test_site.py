@@ -60,8 +60,11 @@ ROWS = {
     "blank label": "file,label\na.png,dog\ndeep/er/b.PNG,cat\nc.png,\n",
     "spaces as label": "file,label\na.png,dog\ndeep/er/b.PNG,cat\nc.png,  \n",
     "short row": "file,label\na.png,dog\ndeep/er/b.PNG,cat\nc.png\n",
-    "other order, further columns": "age,Label,who, FILE \n3,dog,x,a.png\n,cat,,deep/er/b.PNG,more\n",
+    "other order, further columns": "age,Label,who, FILE \n3,dog,x,a.png\n,cat,,deep/er/b.PNG, ,\n",
     "semicolons": "file;label\na.png;dog\ndeep/er/b.PNG;cat\n",
+    "tabs": "file\tlabel\na.png\tdog\ndeep/er/b.PNG\tcat\n",
+    "Excel's first line": "sep=;\r\nfile;label\r\na.png;dog\r\ndeep/er/b.PNG;cat\r\n",
+    "Excel's first line, quoted": '"sep=,"\nfile,label\na.png,dog\ndeep/er/b.PNG,cat\n',
     "quoted": '"file","label"\r\n"a.png","dog"\r\n"deep/er/b.PNG"," cat "\r\n',
     "BOM and empty lines": "\ufefffile,label\n\na.png,dog\n,\n\ndeep/er/b.PNG,cat\n\n",
     "quotes in cells": 'file,label,who\na.png,dog,"J. ""x"" D.\nJr., ;"\ndeep/er/b.PNG,cat,5" wide\n',
@@ -146,8 +149,19 @@ BAD_ROWS = {
     "no header": ("a.png,dog\n", r"one column 'file' .*, found a\.png, dog"),
     "no label column": ("file,class\na.png,dog\n", "one column 'label' .*, found file, class"),
     "two label columns": ("file,label,Label\na.png,dog,cat\n", "one column 'label'"),
-    "tabs": ("file\tlabel\na.png\tdog\n", "comma or semicolon"),
+    "bars": ("file|label\na.png|dog\n", "comma, semicolon or tab"),
     "empty": ("", "is empty"),
+    "nothing but Excel's first line": ("sep=;\n", "is empty"),
+    "a comma in a name": (
+        "file,label\na.png,dog\nx,y.png,cat\n",
+        "row 3 has 3 cells, the header 2: .* for 'cat' .*quotation marks",
+    ),
+    "a cell too many": ("file;label\na.png;dog;;zzz\n", "row 2 has 4 cells, .* for 'zzz'"),
+    "many unknown labels": (
+        "file,label\na.png,dog\nc.png,NA\nx.png,nan\ny.png,NA\nz.png,dgo\n",
+        r"4 rows have labels that are none of the classes \(cat, dog, Größe/x\): "
+        r"NA \(rows 3, 5\), nan \(row 4\), dgo \(row 6, did you mean 'dog'\?\); a blank label",
+    ),
     "a quote that is not closed": ('file,label\na.png,dog\n"c.png,dog\n', "row 3 is no CSV .*closes it"),
     "a label's quote that is not closed": ('file,label\na.png,"dog\nc.png,dog\n', "row 2 is no CSV"),
     "of another column": ('file;label;who\na.png;dog;"x\n\nc.png;dog;y\n', "row 2 is no CSV"),
@@ -193,9 +207,31 @@ def test_a_row_without_its_image_is_reported(three):
     assert site.y.tolist() == [1, -1, -1]
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_a_label_file_in_another_encoding_is_a_user_error(three, encoding):
-    csv(three, "file,label\nä.png,dog\n", encoding=encoding)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_label_file_may_be_utf_16_with_a_byte_order_mark(three, encoding):
+    """As Excel saves “Unicode text”; `utf-16` writes a mark by itself."""
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    csv(three, f"{mark}file\tlabel\r\na.png\tGröße/x\r\n", encoding=encoding)
+    assert read_site(three, GREY).y.tolist() == [2, -1, -1]
+    (three / "labels.csv").write_bytes((three / "labels.csv").read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"labels\.csv is not UTF-8"):
+        read_site(three, GREY)
+
+
+def test_a_whole_number_with_a_nought_behind_it_is_the_class_of_that_number(three):
+    """The program pandas writes 1 as 1.0 in a column with blanks; where 1.0 is a class too, it is that."""
+    csv(three, "file,label\na.png,1.0\nc.png,0\nc.png,0.0\ndeep/er/b.PNG,\n")
+    assert read_site(three, ImageForm(("0", "1"), 6, 8, 1)).y.tolist() == [1, 0, -1]
+    csv(three, "file,label\na.png,1.0\nc.png,1\n")
+    assert read_site(three, ImageForm(("1", "1.0"), 6, 8, 1)).y.tolist() == [1, 0, -1]
+    for label in ("1.5", "1.", "01", "v1.0"):
+        csv(three, f"file,label\na.png,{label}\n")
+        with pytest.raises(UserError, match="none of the classes"):
+            read_site(three, ImageForm(("0", "1"), 6, 8, 1))
+
+
+def test_a_label_file_in_another_encoding_is_a_user_error(three):
+    csv(three, "file,label\nä.png,dog\n", encoding="latin-1")
     with pytest.raises(UserError, match="is not UTF-8"):
         read_site(three, GREY)
 

@@ -32,7 +32,16 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from fedhassle.data import npz
-from fedhassle.data.labels import Row, class_number, listed, numbered, read_labels, renumbered, same_text
+from fedhassle.data.labels import (
+    Row,
+    class_number,
+    listed,
+    numbered,
+    read_labels,
+    renumbered,
+    row_numbers,
+    same_text,
+)
 from fedhassle.data.npz import CHANNELS, Images, Labels
 from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
@@ -295,12 +304,11 @@ def _by_rows(
 ) -> tuple[Labels, list[Problem]]:
     """Labels by the rows of a label file."""
     places = {same_text(name): k for k, name in enumerate(files)}
-    numbers = numbered(class_names)
+    numbers = row_numbers(rows, class_names, file)
     y = np.full(len(files), -1, np.int64)
     problems, named = [], dict[int, Row]()
     for row in rows:
         where = f"{file}: row {row.number} ({row.file}):"
-        label = class_number(row.label, numbers, f"{where} the label") if row.label else -1
         name = _in_folder(row.file, where)
         place = places.get(same_text(row.file), places.get(same_text(name)))
         if place is None:
@@ -308,11 +316,11 @@ def _by_rows(
             problems.append(Problem(row.file, what, "skipped"))
             continue
         before = named.setdefault(place, row)
-        if same_text(before.label) != same_text(row.label):
+        if numbers[before.number] != numbers[row.number]:
             raise UserError(
                 f"{where} the label {row.label!r} contradicts row {before.number} ({before.label!r})"
             )
-        y[place] = label
+        y[place] = numbers[row.number]
     if rows and not named:
         example = f"{rows[0].file!r}, while there is {files[0]!r}"
         raise UserError(
