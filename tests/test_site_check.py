@@ -82,6 +82,22 @@ def test_no_problems_are_said_to_be_none(tmp_path):
     assert code == 0 and "no problems" in out and "1 image, 0 labelled (0%)" in out
 
 
+def test_classes_that_may_be_none_are_noted(tmp_path):
+    """Names that other programs write for a missing value, and such that differ in spelling alone."""
+    place, names = tmp_path / "images", ["NA", "nan", "?", "-", "0", "1", "1.0", "cat", "Cat", "10", "11"]
+    for k in range(len(names)):
+        save(place / f"{k}.png")
+    rows = "".join(f"{k}.png,{name}\n" for k, name in enumerate(names))
+    (place / "labels.csv").write_text(f"file,label\n{rows}")
+    out = call("data", "check", place, "--picture", tmp_path / "x.png")[1]
+    assert "no problems" not in out
+    assert [line for line in out.splitlines() if line.startswith("note: ")] == [
+        "note: called like a missing label: '-', '?', 'NA', 'nan' (where there is none, leave it blank)",
+        "note: '1' and '1.0' differ by capitals or “.0” alone: are they one class?",
+        "note: 'Cat' and 'cat' differ by capitals or “.0” alone: are they one class?",
+    ]
+
+
 def test_long_lists_are_cut_unless_all_is_wanted(tmp_path):
     place = tmp_path / "images"
     for k in range(15):

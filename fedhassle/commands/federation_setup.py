@@ -72,6 +72,7 @@ def init(
     federation.toml and ca.crt, and nothing else.
     """
     require_flower()
+    from fedhassle.data.labels import doubts
     from fedhassle.federation.agreement import Agreement, agreement_hash
     from fedhassle.federation.founding import found_federation
     from fedhassle.federation.keys import certificate_fingerprint
@@ -83,6 +84,8 @@ def init(
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
     made = found_federation(agreement, out, also or [])
     say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
+    for doubt in doubts(terms.class_names):
+        say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
     say(f"for nobody else  {made.private}")
     say("read these to each site over the telephone, so that nobody can put other files in their place:")

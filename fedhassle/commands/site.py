@@ -71,7 +71,9 @@ def show_survey(found: Survey, most: int | None, on: Console) -> None:
         say(on, f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counts)}")
     say(on, f"sizes    {sizes_line(found.sizes)}")
     show_problems(found.skipped, found.converted, most, on)
-    if not found.converted and not found.skipped:
+    for note in found.notes:
+        say(on, f"note: {note}")
+    if not found.converted and not found.skipped and not found.notes:
         say(on, "no problems")
 
 

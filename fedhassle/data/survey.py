@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedhassle.data.labels import doubts
 from fedhassle.data.pictures import TO_FIT
 from fedhassle.data.site import ImageForm, Problem, Progress, SiteData, read_site, site_classes
 
@@ -27,6 +28,7 @@ class Survey(NamedTuple):
     sizes: tuple[tuple[tuple[int, int], int], ...]  # (width, height)
     skipped: tuple[Problem, ...]
     converted: tuple[tuple[str, tuple[str, ...]], ...]  # what was done, and to which files
+    notes: tuple[str, ...]  # what else looks wrong
 
 
 def survey(
@@ -57,6 +59,7 @@ def survey(
         tuple(sizes.most_common()),
         skipped(site.problems),
         conversions(site.problems, leave_out=() if form else TO_FIT),
+        tuple(doubts(wanted.class_names)),
     )
 
 
