@@ -104,6 +104,44 @@ def test_a_label_file_is_found_whatever_its_capitals_and_outranks_folders(tmp_pa
         read_site(tmp_path, GREY)
 
 
+TABLE = "is not read: save it as labels.csv, or name one with --labels"
+
+
+@pytest.mark.parametrize("name", ["labels.xlsx", "Truth.CSV", "labels.tsv", "labels.ods"])
+def test_a_table_that_is_not_read_is_noted_where_nothing_is_labelled(tmp_path, name):
+    save(tmp_path / "a.png")
+    csv(tmp_path, "no table", name)
+    assert read_site(tmp_path, GREY).notes == (f"{name} {TABLE}",)
+    with pytest.raises(UserError, match=rf"no labelled images; {name} is not read: save it as labels\.csv$"):
+        read_site(tmp_path, GREY, labelled_only=True)
+    csv(tmp_path, "file,label\na.png,\n")
+    assert read_site(tmp_path, GREY).notes == ()
+    (tmp_path / "labels.csv").unlink()
+    save(tmp_path / "dog" / "b.png")  # one is labelled: the table may be about something else
+    assert read_site(tmp_path, GREY).notes == ()
+
+
+def test_tables_that_are_hidden_or_lie_below_are_not_noted(tmp_path):
+    save(tmp_path / "unlabelled" / "a.png")
+    csv(tmp_path, "", ".~lock.labels.xlsx")
+    csv(tmp_path / "unlabelled", "", "labels.xlsx")
+    assert read_site(tmp_path, GREY).notes == ()
+
+
+def test_folders_that_do_not_count_beside_a_label_file_are_noted(tmp_path):
+    for name in ("cat/a.png", "cat/b.png", "dog/c.png", "scans/d.png", "unlabelled/e.png", "f.png"):
+        save(tmp_path / name)
+    csv(tmp_path, "file,label\ncat/a.png,cat\ndog/c.png,cat\nscans/d.png,dog\n")
+    note = "labels.csv alone says what is labelled: the folders of 2 images do not count"
+    assert read_site(tmp_path, GREY).notes == (note,)
+    csv(tmp_path, "file,label\ncat/a.png,cat\ncat/b.png,cat\ndog/c.png,dog\nf.png,dog\n")
+    assert read_site(tmp_path, GREY).notes == ()
+    csv(tmp_path, "file,label\n")
+    assert read_site(tmp_path, GREY).notes == (note.replace("2", "3"),)
+    unknown = ImageForm(site_classes(tmp_path), 6, 8, 1)
+    assert read_site(tmp_path, unknown).notes == (note.replace("2", "4"),)
+
+
 def test_a_label_file_below_the_top_is_reported_unless_it_is_named(three):
     csv(three, "file,label\na.png,dog\n")
     below = csv(three / "deep", "file,label\na.png,cat\n")

@@ -82,6 +82,13 @@ def test_no_problems_are_said_to_be_none(tmp_path):
     assert code == 0 and "no problems" in out and "1 image, 0 labelled (0%)" in out
 
 
+def test_a_table_that_is_not_read_is_noted(tmp_path):
+    save(tmp_path / "a" / "1.png")
+    (tmp_path / "a" / "labels.xlsx").write_bytes(b"PK")
+    out = call("data", "check", tmp_path / "a", "--picture", tmp_path / "x.png")[1]
+    assert "note: labels.xlsx is not read: save it as labels.csv, or name one with --labels\n" in out
+
+
 def test_classes_that_may_be_none_are_noted(tmp_path):
     """Names that other programs write for a missing value, and such that differ in spelling alone."""
     place, names = tmp_path / "images", ["NA", "nan", "?", "-", "0", "1", "1.0", "cat", "Cat", "10", "11"]

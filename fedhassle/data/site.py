@@ -45,9 +45,11 @@ from fedhassle.data.labels import (
 from fedhassle.data.npz import CHANNELS, Images, Labels
 from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
+from fedhassle.names import counted
 
 LABEL_FILE = "labels.csv"
 UNLABELLED = ("unlabelled", "unlabeled")  # folders, whatever their capitals
+TABLES = (".csv", ".tsv", ".xlsx", ".xls", ".ods")  # what may hold labels and is not read under its name
 UNUSED = "a label file that is not used: only the one at the top counts"
 LEFTOVERS = ("__macosx", "thumbs.db", "desktop.ini")
 THREADS = 4  # decoders run outside Python's lock
@@ -89,6 +91,7 @@ class SiteData:
     files: tuple[str, ...]  # (N,): the path of each in the folder
     problems: tuple[Problem, ...]
     met: Mapping[Met, int]  # formats, modes and sizes that were read, and of how many images
+    notes: tuple[str, ...] = ()  # where labels may be meant to come from, and do not
 
 
 def read_site(
@@ -112,8 +115,10 @@ def read_site(
         return site_of_arrays(x, y, path.name, wanted, labelled_only)
     found = images_in(path, labels)
     y, problems = _labels(path, found, wanted.class_names, labels)
+    advice = f"save it as {LABEL_FILE}" + ", or name one with --labels" * (not labelled_only)
+    notes = _notes(found, y, wanted.class_names, labels, advice)
     if labelled_only:
-        chosen = _labelled(y, str(path))
+        chosen = _labelled(y, str(path), notes)
         y, found = y[chosen], found._replace(files=tuple(found.files[k] for k in chosen))
     x = _table(len(found.files), wanted)
     work = partial(_read_into, x, found.folder, found.files, wanted)
@@ -127,7 +132,7 @@ def read_site(
     require(bool(kept), f"{path} holds no image that can be read{_first(problems)}")
     met = Counter(one.met for one in read if one.met is not None)
     files = tuple(_shown(found.files[k]) for k in kept)
-    return SiteData(x[: len(kept)], y[kept], files, tuple(problems), met)
+    return SiteData(x[: len(kept)], y[kept], files, tuple(problems), met, notes)
 
 
 def site_of_arrays(
@@ -151,10 +156,10 @@ def site_of_arrays(
     return SiteData(table, y, files, tuple(problems), met)
 
 
-def _labelled(y: Labels, where: str) -> list[int]:
+def _labelled(y: Labels, where: str, notes: Sequence[str] = ()) -> list[int]:
     """Which images have labels."""
     chosen = [int(k) for k in np.flatnonzero(y >= 0)]
-    require(bool(chosen), f"{where} holds no labelled images")
+    require(bool(chosen), "; ".join([f"{where} holds no labelled images", *notes]))
     return chosen
 
 
@@ -287,6 +292,30 @@ def _labels(
     if file is not None:
         return _by_rows(read_labels(file), file, found.files, class_names)
     return _by_folders(path, found.files, class_names), []
+
+
+def _notes(
+    found: Found, y: Labels, class_names: Sequence[str], labels: Path | None, advice: str
+) -> tuple[str, ...]:
+    """What seems to hold labels and does not count: a table, or folders beside a label file."""
+    file = labels or _label_file(found.folder)
+    if file is None:
+        there = sorted(one.name for one in found.folder.iterdir() if one.suffix.lower() in TABLES)
+        tables = [name for name in there if not _ignored(name)]
+        return (f"{tables[0]} is not read: {advice}",) if tables and (y < 0).all() else ()
+    numbers = numbered([folder_name(name) for name in class_names])
+    pairs = zip(found.files, y.tolist(), strict=True)
+    others = sum(_overruled(_top(name), label, numbers) for name, label in pairs)
+    what = f"the folders of {counted(others, 'image')} do not count"
+    return (f"{file.name} alone says what is labelled: {what}",) if others else ()
+
+
+def _overruled(top: str | None, label: int, numbers: Mapping[str, int]) -> bool:
+    """Whether a folder would give an image another label; where no class is known, it may name one."""
+    if top is None or _is_unlabelled(top):
+        return False
+    number = numbers.get(same_text(top))
+    return not numbers if number is None else number != label
 
 
 def _label_file(folder: Path) -> Path | None:

@@ -59,7 +59,7 @@ def survey(
         tuple(sizes.most_common()),
         skipped(site.problems),
         conversions(site.problems, leave_out=() if form else TO_FIT),
-        tuple(doubts(wanted.class_names)),
+        (*site.notes, *doubts(wanted.class_names)),
     )
 
 

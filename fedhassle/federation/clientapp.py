@@ -49,6 +49,8 @@ def site_node(config: Config) -> SiteNode:
 
 def tell_problems(site: SiteData) -> None:
     """Logs which files are not used, and which only after a conversion."""
+    for note in site.notes:
+        log.warning("%s", note)
     lost = skipped(site.problems)
     for problem in lost[:SHOWN]:
         log.warning("skipped %s: %s", problem.path, problem.what)
