@@ -21,6 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
+from fedhassle.provenance import own_code
 from fedhassle.requested import MACHINE
 
 
@@ -42,12 +43,24 @@ def hash_before(settings: Settings) -> str:
 
 
 def digest(settings: Settings, images: str, split: str | None) -> str:
-    """The hash of settings, where images and a split in a file count by what is in them."""
+    """The hash of settings, where images, a split in a file and own code count by what is in them."""
     plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE})
     plain["data"] |= {"folder": None, "name": images}
     if split is not None:
         plain["split"] = {"hash": split}
+    if code := own_code_of(settings):
+        plain["own_code"] = code
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def own_code_of(settings: Settings) -> str:
+    """What tells the source of a method and a network of one's own from others; "" where both are ours."""
+    net = settings.net or ""
+    if ":" in net:
+        find(
+            net, NETS, "network"
+        )  # whose error says what is wrong; the method's name has led somewhere by now
+    return " ".join(filter(None, map(own_code, (settings.method.name, net))))
 
 
 def fingerprint(dataset: Dataset) -> str:

@@ -23,6 +23,7 @@ from fedhassle.build import (
     build_net,
     build_split,
     hash_before,
+    own_code_of,
     settings_hash,
 )
 from fedhassle.card import model_card
@@ -251,7 +252,22 @@ def reopen(path: Path, device: str | None = None, load: Load = build_dataset) ->
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     requested = recorded(folder)
-    return prepare(folder, requested if device is None else moved(requested, device), load)
+    run = prepare(folder, requested if device is None else moved(requested, device), load)
+    require_same_code(run)
+    return run
+
+
+def require_same_code(run: Run) -> None:
+    """Refuses to go on with a method or network that is another one by now."""
+    noted = run.folder.own_code
+    if not noted.exists() or noted.read_text("utf-8").strip() == own_code_of(run.settings):
+        return
+    names = (run.settings.method.name, run.settings.net or "")
+    files = " or ".join(name.partition(":")[0] for name in names if ":" in name)
+    raise UserError(
+        f"{files} has changed since {run.folder.path} began: its rounds would be of two methods. Run anew in "
+        f"another folder, or put the code back; or remove {noted} to go on all the same"
+    )
 
 
 def moved(requested: Requested, device: str) -> Requested:
@@ -366,9 +382,11 @@ def draw_picture(run: Run, summary: Metrics) -> None:
 
 
 def record(run: Run) -> None:
-    """Writes the split and the settings as resolved, which take the place of what was asked for."""
+    """Writes the split, the settings as resolved, in place of what was asked for, and whose code it is."""
     run.split.save(run.folder.split)
     write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
+    if code := own_code_of(run.settings):
+        write_text(run.folder.own_code, f"{code}\n")
     run.folder.request.unlink(missing_ok=True)
 
 
@@ -411,9 +429,15 @@ def about_run(run: Run) -> Metrics:
         "settings": settings,
         "settings_hash": settings_hash(run.settings, run.dataset, run.split),
         "split_hash": run.split.hash,
-        "versions": versions(),
+        "versions": versions_of(run.settings),
         "hardware": hardware(run.device, run.settings.threads),
     }
+
+
+def versions_of(settings: Settings) -> dict[str, str]:
+    """Of what a result depends on, own code included."""
+    code = own_code_of(settings)
+    return versions() | ({"own_code": code} if code else {})
 
 
 def about_model(run: Run) -> dict[str, Any]:
@@ -428,7 +452,7 @@ def about_model(run: Run) -> dict[str, Any]:
         "std": list(run.dataset.std),
         "headline": run.method.headline,
         "sites": site_counts(run.told or held(run.split)),
-        "versions": versions(),
+        "versions": versions_of(run.settings),
     }
 
 

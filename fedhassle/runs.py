@@ -60,6 +60,11 @@ class Folder(NamedTuple):
         return self.path / "split.npz"
 
     @property
+    def own_code(self) -> Path:
+        """What tells the source of a method or network of one's own from others; there with these alone."""
+        return self.path / "own_code.txt"
+
+    @property
     def metrics(self) -> Path:
         """One line of JSON per evaluated round."""
         return self.path / "metrics.jsonl"

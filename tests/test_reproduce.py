@@ -80,6 +80,20 @@ def made(tiny, tmp_path_factory):
     return folder, out
 
 
+def test_a_cell_of_other_own_code_is_not_done(images, module, tmp_path):
+    """The figures of a method as it was are not shown as those of the method as it is."""
+    source = "from fedhassle.methods.fedavg import FedAvg as Mine"
+    name = module("own_cell", source)
+    axis = f'[[axis]]\nname = "m"\nchoices = [{{ id = "mine", set = {{ method = "{name}:Mine" }} }}]\n'
+    text = f'title = "x"\nsource = "x"\nrows = ["m"]\nseeds = 1\n{FEW}{axis}'
+    own = experiment(tmp_path, text, images)
+    assert "1 run to make" in make(own, tmp_path)[1]
+    assert "to make" not in make(own, tmp_path)[1]
+    module(name, source + "  # changed")
+    assert "1 run to make" in make(own, tmp_path)[1]
+    assert len(list((tmp_path / "results").rglob("*.json"))) == 2
+
+
 def results(folder, method="*"):
     """The summaries of a ledger by the names of their files, without what differs from run to run."""
     files = sorted((folder / "results").rglob(f"{method}-*.json"))

@@ -103,6 +103,31 @@ def test_a_run_cut_between_its_last_round_and_its_summary_is_finished(eight_roun
     assert small.same(*tensors)
 
 
+def test_a_run_of_own_code_that_has_changed_is_not_taken_up(without_residuals, module, tmp_path):
+    """Rounds of two methods in one run would be nobody's result; who removes the note has been told."""
+    name, folder = module("own_changed", small.KEEPS.replace("NAME", "kept")), tmp_path / "run"
+    mine = [*without_residuals, f"method={name}:Keeps"]
+    cut(mine, folder, 3)
+    module(name, small.KEEPS.replace("NAME", "kept") + "# another method\n")
+    code, _, err = call("resume", folder)
+    assert code == 2 and "own_changed has changed since" in err and "put the code back" in err
+    with pytest.raises(fedhassle.UserError, match=r"remove .*own_code\.txt to go on all the same"):
+        fedhassle.run(out=folder, quiet=True)
+    module(name, small.KEEPS.replace("NAME", "kept"))
+    assert call("resume", folder)[0] == 0
+    noted = small.summary_of(folder)["versions"]["own_code"]
+    assert (folder / "own_code.txt").read_text() == f"{noted}\n" and noted
+    cut(mine, tmp_path / "second", 3)
+    module(name, small.KEEPS.replace("NAME", "kept") + "# another method\n")
+    (tmp_path / "second" / "own_code.txt").unlink()
+    assert call("resume", tmp_path / "second")[0] == 0
+
+
+def test_a_run_of_ours_says_nothing_of_own_code(whole):
+    assert not (whole / "own_code.txt").exists()
+    assert "own_code" not in small.summary_of(whole)["versions"]
+
+
 # Clients that keep something
 
 

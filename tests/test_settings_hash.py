@@ -9,6 +9,7 @@ import torch
 from small import resolved
 
 from fedhassle.build import build_dataset, hash_before, settings_hash
+from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.requested import MACHINE
 
@@ -130,3 +131,16 @@ def test_the_hash_is_known_before_a_run_is_built(images, tmp_path, monkeypatch):
     named = dataclasses.replace(small.dataset(), name="cifar10")
     settings = resolved("data=cifar10", "data.folder=nowhere")
     assert hash_before(settings) == settings_hash(settings, named, small.SPLIT)
+
+
+@pytest.mark.parametrize("key", ["method", "net"])
+def test_code_of_ones_own_counts_by_its_source(key, module):
+    """A result of the method as it was is none of the method as it is."""
+    text = "from fedhassle.methods.fedavg import FedAvg as Mine" if key == "method" else "class Mine: pass"
+    words = ("data=fmnist-mini", f"{key}={module(f'hashed_{key}', text)}:Mine")
+    first = hash_before(resolved(*words))
+    assert first == hash_before(resolved(*words, "seed=3"))
+    module(f"hashed_{key}", text + "\n# changed")
+    assert hash_before(resolved(*words)) != first
+    with pytest.raises(UserError, match="cannot be imported"):
+        hash_before(resolved("data=fmnist-mini", f"{key}=nowhere_at_all:Mine"))
