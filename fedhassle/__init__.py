@@ -42,6 +42,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """What there is, for those who look: what is imported on first use too."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> Any:
     """Imports on first use: the command line answers before PyTorch is loaded."""
     if name == "dataset":

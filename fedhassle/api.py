@@ -23,6 +23,11 @@ class Result(NamedTuple):
     folder: Path
     summary: Metrics
 
+    def __repr__(self) -> str:
+        headline = self.summary["headline"]
+        score = self.summary["accuracy"][headline]["mean_of_last"]
+        return f"Result({str(self.folder)!r}, {self.summary['method']}, {headline} {score:.2%})"
+
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
         """By prediction: the last accuracy, the best, and the mean of the last ten evaluations."""

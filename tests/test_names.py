@@ -1,7 +1,8 @@
-"""Hints at the name that was meant."""
+"""Hints at the name that was meant, and the names that there are."""
 
 import pytest
 
+import fedhassle
 from fedhassle.names import nearest
 
 
@@ -19,3 +20,10 @@ def test_the_nearest_name_is_found_whatever_its_capitals(name, hint):
 
 def test_a_hint_names_the_place_too():
     assert nearest("alfa", ["alpha"], "split.") == ", did you mean 'split.alpha'?"
+
+
+def test_whoever_looks_what_there_is_sees_what_is_imported_on_first_use():
+    """As a notebook does on Tab; and each of it can be had."""
+    assert set(dir(fedhassle)) >= {*fedhassle.__all__, "__doc__", "__path__"}
+    assert {name for name in dir(fedhassle) if not name.startswith("_")} == set(fedhassle.__all__)
+    assert all(getattr(fedhassle, name) is not None for name in fedhassle.__all__)

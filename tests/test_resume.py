@@ -89,6 +89,8 @@ def test_python_returns_what_a_finished_run_found_and_changes_nothing(whole):
     before = files_in(whole)
     result = fedhassle.run(out=whole, quiet=True)
     assert result.summary == json.loads((whole / "summary.json").read_text())
+    score = result.accuracy["EM"]["mean_of_last"]
+    assert repr(result) == f"Result('{whole}', hassle, EM {100 * score:.2f}%)"
     assert files_in(whole) == before
 
 
