@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -97,13 +98,21 @@ def parsed(text: str, where: str) -> Settings:
     try:
         settings = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # Python's own too, for numbers of 5,000 digits
-        raise UserError(f"{where} is not valid TOML: {error}") from error
+        raise UserError(f"{where} is not valid TOML: {error}{short_beside_long(text, error)}") from error
     level = [settings]
     for _ in range(DEEPEST):
         level = [value for table in level for value in table.values() if isinstance(value, dict)]
     if level:
         raise UserError(f"{where} nests tables more than {DEEPEST} deep: no setting lies there")
     return settings
+
+
+def short_beside_long(text: str, error: Exception) -> str:
+    """What to write where `method = "x"` stands beside other settings of the method."""
+    short = re.search(rf"^\s*({'|'.join(SHORT)})\s*=\s*[\"']", text, re.MULTILINE)
+    if short is None or "overwrite" not in str(error):
+        return ""
+    return f": write {short[1]}.name = … where other {short[1]} settings stand beside it"
 
 
 def presets() -> list[str]:

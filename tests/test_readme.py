@@ -57,19 +57,28 @@ def test_the_readme_shows_every_command():
 
 def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
     source = blocks("python")[0]
-    sizes = [
-        {key.value: value.value for key, value in zip(node.keys, node.values, strict=True)}
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Dict)
-    ]
-    assert sizes, "the example has no settings"
-    rounds = sizes[0].get("rounds", read("quick")["rounds"])
-    epochs = sizes[0].get("method.epochs", read("quick")["method"]["epochs"])
-    if rounds * epochs > 4:
-        pytest.skip(f"too large for a test: {rounds} rounds of {epochs} epochs")
+    found = [ast.literal_eval(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
+    sizes = [settings for settings in found if "seed" not in settings]  # a dict of seeds says what varies
+    assert len(sizes) == 2, "the example has other settings"
+    for size in sizes:
+        rounds = size.get("rounds", read("quick")["rounds"])
+        epochs = size.get("method.epochs", read("quick")["method"]["epochs"])
+        if rounds * epochs > 4:
+            pytest.skip(f"too large for a test: {rounds} rounds of {epochs} epochs")
     monkeypatch.chdir(tmp_path)
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out and list(tmp_path.rglob("summary.json"))
+
+
+def test_the_configuration_of_the_readme_is_one(tmp_path):
+    (text,) = blocks("toml")
+    (tmp_path / "mine.toml").write_text(text, "utf-8")
+    settings = resolve(asked([str(tmp_path / "mine.toml"), "seed=1"], None, None))
+    assert (settings.method.name, settings.method.settings["mu"], settings.split.clients) == (
+        "fedprox",
+        0.01,
+        10,
+    )
 
 
 def test_pictures_and_links_of_the_readme_exist():

@@ -192,7 +192,11 @@ def test_a_preset_wins_over_nothing_else_of_its_name(tmp_path, monkeypatch):
         ("folder.toml", "folder.toml cannot be read"),
         ("latin.toml", "latin.toml cannot be read"),
         ("broken.toml", r"broken.toml is not valid TOML: .*line 2"),
-        ("twice.toml", "twice.toml is not valid TOML"),
+        ("twice.toml", "twice.toml is not valid TOML: [^:]*$"),
+        ("beside.toml", r"Cannot .*: write method\.name = … where other method settings stand beside it$"),
+        ("after.toml", r"write method\.name = … where"),
+        ("table.toml", r"write method\.name = … where"),
+        ("data.toml", r"write data\.name = … where other data settings"),
     ],
 )
 def test_a_bad_configuration_is_an_error_that_names_it(config, message, tmp_path, monkeypatch):
@@ -201,6 +205,10 @@ def test_a_bad_configuration_is_an_error_that_names_it(config, message, tmp_path
     Path("latin.toml").write_bytes('net = "é"'.encode("latin-1"))
     Path("broken.toml").write_text("rounds = 3\nseed ==\n")
     Path("twice.toml").write_text("rounds = 3\nrounds = 4\n")
+    Path("beside.toml").write_text('method = "fedprox"\nmethod.mu = 1.0\n')
+    Path("after.toml").write_text("method.mu = 1.0\nmethod = 'fedprox'\n")
+    Path("table.toml").write_text('method = "fedprox"\n[method]\nmu = 1.0\n')
+    Path("data.toml").write_text('rounds = 3\ndata = "fmnist"\ndata.flip = true\n')
     with pytest.raises(UserError, match=message):
         request(config, [])
 
