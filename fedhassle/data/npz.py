@@ -172,9 +172,12 @@ def _pixels(x: AnyArray, where: str) -> Images:
 
 
 def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:
-    """Brings labels to int64; a site's may be as low as −1, which means none."""
+    """Brings labels (N,) or (N, 1) to int64; a site's may be as low as −1, which means none."""
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
     if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
-        raise UserError(f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)")
+        about = f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)"
+        raise UserError(f"{about}, 0 to M−1, and what the classes are called in class_names")
     low, high = y.min().item(), y.max().item()
     if low == -1 < lowest:
         raise UserError(f"{where} has −1, which means no label; {SIMULATED}")
