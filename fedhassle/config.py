@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import typing
@@ -180,6 +181,7 @@ def method_class(name: str) -> type[Method]:
     found = find(name, METHODS, "method")
     if not (isinstance(found, type) and issubclass(found, Method) and dataclasses.is_dataclass(found)):
         raise UserError(f"method {name!r} must be a dataclass that inherits fedhassle.Method")
+    require_own_fields(name, found)
     lacking = [part for part in REQUIRED if getattr(found, part) is getattr(Method, part)]
     if lacking:
         raise UserError(
@@ -187,6 +189,24 @@ def method_class(name: str) -> type[Method]:
             "of its own (docs/method.md shows how)"
         )
     return found
+
+
+def require_own_fields(name: str, method: type[Method]) -> None:
+    """Refuses what looks like a field of a method, and is none: without a word it would do nothing."""
+    for parent in method.__mro__:
+        bare = "__dataclass_fields__" not in vars(parent) and issubclass(parent, Method)
+        if bare and any("ClassVar" not in str(kind) for kind in inspect.get_annotations(parent).values()):
+            raise UserError(
+                f"method {name!r}: {parent.__name__} has fields of its own: decorate it with "
+                "@dataclass(frozen=True)"
+            )
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name, dataclasses.MISSING)
+        if value is not field.default and not inspect.ismemberdescriptor(value):  # as slots are
+            raise UserError(
+                f"method {name!r}: {field.name} = {value!r} without a type is no setting, and changes none: "
+                f"write {field.name}: TYPE = {value!r} in a class under @dataclass(frozen=True)"
+            )
 
 
 def method_fields(method: type[Method]) -> dict[str, Any]:

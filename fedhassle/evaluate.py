@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fedhassle.data.views import Views
+from fedhassle.errors import require
 from fedhassle.method import Method
 from fedhassle.nets import images_a_pass
 from fedhassle.parallel import side_by_side
@@ -18,6 +22,29 @@ def accuracy(
     """The share of images (N, H, W, C) that each prediction gets right."""
     found = hits(method, state, images, y, views, workers)
     return method.report({name: hit / len(y) for name, hit in found.items()})
+
+
+@torch.no_grad()
+def check_predictions(method: Method, state: Arrays, images: Tensor, classes: int) -> None:
+    """Refuses predictions that could not be evaluated, before anything is trained for them."""
+    with torch.autocast(images.device.type, enabled=False):
+        found: Any = method.predict(state, images)
+    wanted = (len(images), classes)
+    name, expected = type(method).__name__, f"a dict of logits, {wanted} for {len(images)} images"
+    require(isinstance(found, Mapping), f"{name}.predict returns {type(found).__name__}; expected {expected}")
+    for key, logits in found.items():
+        size = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        require(size == wanted, f"{name}.predict returns {size} for {key!r}; expected {expected}")
+    check_headline(method, method.report(dict.fromkeys(found, 1.0)))
+
+
+def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
+    """A method says which of its predictions stands for it."""
+    require(
+        method.headline in accuracy,
+        f"{type(method).__name__} reports {', '.join(accuracy)} and not {method.headline!r}, its headline: "
+        "set headline to the one that stands for the method",
+    )
 
 
 def hits(

@@ -34,7 +34,7 @@ from fedhassle.data.layout import KINDS, kind_of
 from fedhassle.data.partition import Split, pooled, steps_on_labels
 from fedhassle.drawings.curves import draw_curves
 from fedhassle.errors import UserError, require
-from fedhassle.evaluate import accuracy
+from fedhassle.evaluate import accuracy, check_predictions
 from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
 from fedhassle.groups import grouped
 from fedhassle.memory import Memory
@@ -359,6 +359,9 @@ def carry_on(
         log.info("split: %s", note)
     every, how = run.settings.evaluate_every, about_run(run) | (about or {})
     start = begin(run.folder, run.method, run.plan.seed, run.device)
+    with QUIET.broken():
+        blank = torch.zeros(2, *run.dataset.shape, device=run.device)
+        check_predictions(run.method, start.state, blank, run.dataset.classes)
     with tracking(run.settings.track or (), run.folder) as trackers:
         trackers.begin(dict(flat(how["settings"])) | {"settings_hash": how["settings_hash"]}, start.history)
         for step in conduct(run.folder, run.method, federation, run.plan, evaluate, every, start):

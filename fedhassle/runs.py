@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from fedhassle.arrays import round_files, write_arrays
 from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.data.layout import KINDS
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError
+from fedhassle.evaluate import check_headline
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
 from fedhassle.rounds import Federation, Plan, Reply, Round, federate, trainable
@@ -138,15 +139,6 @@ class Step(NamedTuple):
     t: int
     clients: tuple[Client, ...]
     metrics: Metrics | None  # where the round was evaluated
-
-
-def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
-    """A method says which of its predictions stands for it."""
-    require(
-        method.headline in accuracy,
-        f"{type(method).__name__} reports {', '.join(accuracy)} and not {method.headline!r}, its headline: "
-        "set headline to the one that stands for the method",
-    )
 
 
 def conduct(

@@ -156,11 +156,85 @@ def test_a_module_that_exits_is_a_user_error(module):
         resolved("method=own_exits:X")
 
 
-def test_a_subclass_that_forgot_the_dataclass_has_no_new_settings(module):
-    """It inherits its parent's fields; a field of its own is then no setting, and that is said."""
-    module("own_loose", METHOD.format(field=""))
-    with pytest.raises(UserError, match=r"unknown setting 'method\.own'"):
-        resolved("method=own_loose:Loose", "method.own=1")
+FORGOTTEN = """
+    from typing import ClassVar
+
+    class Heir(Loose):
+        pass
+
+    @dataclass(frozen=True)
+    class Decorated(Loose):
+        other: float = 1.0
+
+    @dataclass(frozen=True)
+    class Untyped(Ridge):
+        strength = 0.5
+
+    class Bare(Ridge):
+        lr = 0.5
+
+    class Fine(Ridge):
+        headline = "model"
+        pooled: ClassVar[bool] = False
+        modes: "ClassVar[tuple[str, ...]]" = ("model",)
+
+    @dataclass(frozen=True, slots=True)
+    class Slots(Ridge):
+        strength: float = 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Loose", r"Loose has fields of its own: decorate it with @dataclass\(frozen=True\)"),
+        ("Heir", "Loose has fields of its own"),
+        ("Decorated", "Loose has fields of its own"),
+        ("Untyped", "strength = 0.5 without a type is no setting.* write strength: TYPE = 0.5"),
+        ("Bare", "lr = 0.5 without a type is no setting"),
+    ],
+)
+def test_what_looks_like_a_field_and_is_none_is_refused(name, message, module):
+    """A subclass that forgot the decorator, or a type, inherits its parent's fields as they are."""
+    module("own_loose", METHOD.format(field="") + FORGOTTEN)
+    with pytest.raises(UserError, match=message):
+        resolved(f"method=own_loose:{name}")
+
+
+def test_what_a_subclass_may_well_do_without_a_decorator(module):
+    module("own_fine", METHOD.format(field="") + FORGOTTEN)
+    assert resolved("method=own_fine:Fine").method.settings["strength"] == 0.01
+    assert resolved("method=own_fine:Slots").method.settings["strength"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            '{"model": self.net.logits(state["w"], x)}',
+            'self.net.logits(state["w"], x)',
+            "returns Tensor; exp",
+        ),
+        (
+            'state["w"], x)}',
+            'state["w"], x)[:, :3]}',
+            r"returns \(2, 3\) for 'model'; .*\(2, 4\) for 2 images",
+        ),
+        ('state["w"], x)}', 'state["w"], x).argmax(1)}', r"returns \(2,\) for 'model'"),
+        ('self.net.logits(state["w"], x)}', "None}", "returns NoneType for 'model'"),
+        ('{"model": ', '{"mine": ', "reports mine and not 'model', its headline"),
+    ],
+)
+def test_predictions_that_cannot_be_evaluated_are_refused_before_anything_trains(
+    right, wrong, message, module, images, tmp_path
+):
+    text = METHOD.format(field="")
+    assert right in text
+    untrained = text.replace("z = local", "raise RuntimeError('it trains')\n            z = local")
+    name = module(f"own_predicts_{len(right)}_{len(wrong)}", untrained.replace(right, wrong))
+    words = {**small.SETTINGS, "data": str(images), "method": f"{name}:Ridge", "rounds": 1, "threads": 1}
+    with pytest.raises(UserError, match=message):
+        fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
 
 
 def test_what_ones_own_method_refuses_is_a_user_error(module, images):
