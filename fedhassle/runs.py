@@ -311,6 +311,13 @@ def spread_out(path: Path) -> list[Path]:
     return below if any(map(finished, below)) else [path]
 
 
+def begun_in(path: Path) -> list[Path]:
+    """A path as it is; a folder that is no run but holds some as those in it."""
+    if not path.is_dir() or Folder(path).begun:
+        return [path]
+    return sorted(folder for folder in path.iterdir() if Folder(folder).begun) or [path]
+
+
 def finished(path: Path) -> bool:
     """Whether a path is to be read: a folder with a summary, a .json, or nothing, of which reading tells."""
     return Folder(path).summary.exists() if path.is_dir() else path.suffix == ".json" or not path.exists()

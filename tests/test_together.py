@@ -122,7 +122,8 @@ def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
     watching.close()
     done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
     assert all(n < 50 for n in done) and max(done) >= 1
-    code, *_ = call("resume", tmp_path / "a", tmp_path / "b")
+    (tmp_path / "notes").mkdir()
+    code, *_ = call("resume", tmp_path)  # the folder of all of them, and of others
     assert code == 0 and all((tmp_path / n / "summary.json").exists() for n in ("a", "b"))
 
 

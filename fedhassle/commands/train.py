@@ -58,19 +58,22 @@ def named_variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def resume(
-    folders: Annotated[list[Path], typer.Argument(help="The folder of a run that was cut, or several.")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="The folder of a run that was cut, several, or one of such folders.")
+    ],
     device: Device = None,
 ) -> None:
     """Go on with runs after a crash, a kill or Ctrl-C."""
     from fedhassle.launch import Loader, reopen
-    from fedhassle.runs import Folder
+    from fedhassle.runs import Folder, begun_in
 
-    finished = [path for path in folders if Folder(path).finished]
+    there = [path for folder in folders for path in begun_in(folder)]
+    finished = [path for path in there if Folder(path).finished]
     for path in finished:
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     load = Loader()
-    cut = [reopen(path, device, load) for path in folders if path not in finished]
+    cut = [reopen(path, device, load) for path in there if path not in finished]
     if len(cut) == 1:
         follow_to_the_end(cut[0])
     elif cut:
