@@ -35,6 +35,19 @@ class Curve(NamedTuple):
     spreads: list[Spread]
 
 
+class Gap(NamedTuple):
+    """By how much one group is above another, seed by seed on those that both have."""
+
+    spread: Spread
+    above: int
+    seeds: int
+
+    def __str__(self) -> str:
+        sign = "−" if self.spread.mean < 0 else "+"
+        size = Spread(abs(self.spread.mean), self.spread.std)
+        return f"{sign}{size}, {self.above} of {self.seeds} above"
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs of one method with one set of settings."""
@@ -65,6 +78,15 @@ class Group:
     def score(self, prediction: str, figure: str = "mean_of_last") -> Spread:
         """A final accuracy over the seeds."""
         return spread([run["accuracy"][prediction][figure] for run in self.runs])
+
+    def gap(self, other: Group) -> Gap | None:
+        """Headline against headline; None without a common seed."""
+        mine, theirs = (
+            {run["seed"]: run["accuracy"][group.headline]["mean_of_last"] for run in group.runs}
+            for group in (self, other)
+        )
+        found = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
+        return Gap(spread(found), sum(one > 0 for one in found), len(found)) if found else None
 
     def curve(self, prediction: str) -> Curve:
         """The accuracy by round, at the rounds that all seeds have."""

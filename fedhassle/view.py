@@ -30,9 +30,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from fedhassle.errors import require
 from fedhassle.groups import Group, modes_of
 from fedhassle.method import Client
-from fedhassle.names import counted
+from fedhassle.names import counted, nearest
 from fedhassle.runs import Metrics, Step, averaged
 from fedhassle.terminal import say
 from fedhassle.together import Begun, Event
@@ -234,6 +235,19 @@ def comparison_table(groups: Sequence[Group]) -> Table:
             table.add_row(*about, escape(name), *figures, *cost, style=style)
             about, cost = [""] * 2, [""] * 2
     return table
+
+
+def gaps(groups: Sequence[Group], against: str | None = None) -> list[str]:
+    """By how much the groups are above the first, or one by its label, on the same seeds: a line each."""
+    base = groups[0]
+    if against is not None:
+        labels = [group.label for group in groups]
+        hint = nearest(against, labels) or f" (there are {', '.join(labels)})"
+        require(against in labels, f"--against {against!r} is none of those compared{hint}")
+        base = groups[labels.index(against)]
+    same = [group for group in groups if group is not base and group.runs[0]["data"] == base.runs[0]["data"]]
+    found = [f"  {group.label} {group.headline}: {gap}" for group in same if (gap := group.gap(base))]
+    return [f"over {base.label} {base.headline}, seed by seed:", *found] if found else []
 
 
 def mean_of(group: Group, figure: Callable[[Metrics], float]) -> float:

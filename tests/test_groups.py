@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from fedhassle.errors import UserError
 from fedhassle.groups import Spread, differences, grouped, spread
 from fedhassle.requested import flat
+from fedhassle.view import gaps
 
 
 def summary(method="hassle", seed=0, digest="a", data="mine.npz", curve=(0.5,), **settings):
@@ -142,6 +144,28 @@ def test_a_layout_of_labels_is_one_setting():
         "split.labels": labels,
         "split.clients": 3,
     }
+
+
+def test_groups_are_compared_seed_by_seed():
+    """On the seeds 1 and 2, which both have: 0.1 above, and 0.3 below."""
+    one = [summary(seed=seed, curve=(share,)) for seed, share in ((0, 0.9), (1, 0.5), (2, 0.4))]
+    two = [summary("fedavg", seed, "b", curve=(share,)) for seed, share in ((2, 0.7), (1, 0.4), (3, 0.1))]
+    mine, theirs = grouped([*one, *two])
+    gap = mine.gap(theirs)
+    assert gap.spread == (pytest.approx(-0.1), pytest.approx(0.2 * math.sqrt(2)))
+    assert str(gap) == "−10.00 ± 28.28, 1 of 2 above" and str(theirs.gap(mine))[0] == "+"
+    assert str(grouped([one[1], two[1]])[0].gap(theirs)) == "+10.00, 1 of 1 above"
+    assert grouped([one[0], two[2]])[0].gap(theirs) is None
+
+
+def test_the_lines_beneath_a_comparison():
+    """Against the first, or a label; of other data or without a common seed there is none."""
+    groups = grouped([summary(seed=0), summary("fedavg", 0, "b"), summary("fedprox", 1, "c")])
+    assert gaps(groups) == ["over hassle EM, seed by seed:", "  fedavg EM: +0.00, 0 of 1 above"]
+    assert gaps(groups, "fedavg") == ["over fedavg EM, seed by seed:", "  hassle EM: +0.00, 0 of 1 above"]
+    assert gaps(groups[:1]) == gaps(grouped([summary(), summary(data="other.npz")])) == []
+    with pytest.raises(UserError, match=r"--against 'fedavk' is none .*did you mean 'fedavg'"):
+        gaps(groups, "fedavk")
 
 
 def test_scores_and_curves_are_over_the_seeds():

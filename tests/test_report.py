@@ -35,8 +35,9 @@ def percent(values):
 
 
 def rows_of(out):
-    """The cells of a table's rows."""
-    return [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.strip()]
+    """The cells of a table's rows; what is said beneath it is left out."""
+    table = out.partition("\nover ")[0]
+    return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if line.strip()]
 
 
 def figures_of(out, prediction):
@@ -80,6 +81,19 @@ def test_seeds_of_one_setting_become_mean_and_standard_deviation(runs, wide, tmp
     )
 
 
+def test_differences_are_taken_seed_by_seed(runs, wide, tmp_path):
+    """Three seeds against one: on the one that both have, however the rest came out."""
+    folders = [*(runs / f"hassle-{seed}" for seed in range(3)), runs / "fedavg"]
+    words = ("compare", *folders, "--picture", tmp_path / "x.png", "--against")
+    first, other = (summary_of(runs / name) for name in ("hassle-0", "fedavg"))
+    gap = 100 * (first["accuracy"]["EM"]["mean_of_last"] - other["accuracy"]["model"]["mean_of_last"])
+    code, out, _ = call(*words, "fedavg")
+    assert code == 0 and "\nover fedavg model, seed by seed:\n  hassle EM: " in out
+    assert f"{'−' if gap < 0 else '+'}{abs(gap):.2f}, {int(gap > 0)} of 1 above" in out
+    code, _, err = call(*words, "fedprox")
+    assert code == 2 and "--against 'fedprox' is none of those compared" in err
+
+
 def test_two_settings_of_one_method_are_told_apart_by_what_differs(runs, wide, tmp_path):
     code, out, _ = call("compare", runs / "fedavg", runs / "fedavg-slow", "--picture", tmp_path / "x.png")
     assert code == 0
@@ -120,7 +134,7 @@ def test_no_name_is_broken_within_a_word(runs, tmp_path):
         summary["method"] = "fixmatch-global" if name != "hassle-0" else "hassle"
         (tmp_path / f"{name}.json").write_text(json.dumps(summary))
     _, out, _ = call("compare", *sorted(tmp_path.glob("*.json")), "--picture", tmp_path / "x.png")
-    words = out.split()
+    words = out.partition("\nover ")[0].split()
     assert words.count("fixmatch-global") == 2 and words.count("data=cifar100") == 2
     assert {"data=fmnist-mini", "lr=0.1", "lr=0.01"} <= set(words)
     assert out.startswith("accuracy in %, mean ± std over seeds ") and "…" not in out

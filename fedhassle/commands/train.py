@@ -126,17 +126,23 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
         raise failed[0][1]
 
 
-def show_comparison(paths: Sequence[Path], picture: Path | None = None) -> None:
-    """The table of finished runs, those that differ in their seed alone together; before it, their curves."""
+def show_comparison(paths: Sequence[Path], picture: Path | None = None, against: str | None = None) -> None:
+    """The table of finished runs, those that differ in their seed alone together; before it, their curves.
+
+    Beneath it, by how much they are above the first, or the one that is named, on the same seeds.
+    """
     from fedhassle.drawings.curves import draw_curves
     from fedhassle.groups import grouped
     from fedhassle.runs import read_summary
-    from fedhassle.view import comparison_table
+    from fedhassle.view import comparison_table, gaps
 
     groups = grouped([read_summary(path) for path in paths])
+    lines = gaps(groups, against)
     if picture is not None:
         draw_curves(groups, picture)
     console.print(comparison_table(groups))
+    for line in lines:
+        say(console, line)
     double = len(paths) - sum(len(group.runs) for group in groups)
     if double:
         say(console, f"left out, of the same settings and seed as another: {counted(double, 'run')}")
@@ -165,11 +171,15 @@ def compare(
     picture: Annotated[Path, typer.Option(help="Where the picture goes (.png, .svg or .pdf).")] = Path(
         "compare.png"
     ),
+    against: Annotated[
+        str | None,
+        typer.Option(help="What the others are held against, as the table calls it; else the first."),
+    ] = None,
 ) -> None:
     """Compare runs: a table, and their curves together.
 
-    Runs that differ in their seed alone are taken together as mean ± std. Those without a summary.json, which
-    are not finished, are named and left out.
+    Runs that differ in their seed alone are taken together as mean ± std. Beneath are the differences to the
+    first, seed by seed. Runs without a summary.json, which are not finished, are named and left out.
     """
     from fedhassle.drawings.curves import FORMATS
     from fedhassle.drawings.formats import check_picture
@@ -178,7 +188,7 @@ def compare(
     check_picture(picture, FORMATS)
     there = [path for folder in folders for path in spread_out(folder)]
     done = [path for path in there if finished(path)]
-    show_comparison(done or there, picture)  # if none is finished, the error names the first
+    show_comparison(done or there, picture, against)  # if none is finished, the error names the first
     if len(done) < len(there):
         left = " ".join(str(path) for path in there if path not in done)
         say(console, f"left out, without a summary.json: {left}")
