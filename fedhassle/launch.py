@@ -337,7 +337,7 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
 
     with (
         locked(run.folder.path),
-        logging_to(run.folder.log, sharing == 1),
+        logging_to(run.folder.log, sharing == 1, run.name),
         engine.active(),
         on_cores(1),  # clients run side by side instead: `side_by_side` says why
     ):
@@ -394,17 +394,28 @@ def record(run: Run) -> None:
 
 
 @contextmanager
-def logging_to(path: Path, alone: bool) -> Iterator[None]:
-    """Adds what the run has to say to its own file; if it is not alone, what is said in its own thread."""
+def logging_to(path: Path, alone: bool, name: str = "") -> Iterator[None]:
+    """Adds what the run has to say to its own file; if it is not alone, what is said in its own thread.
+
+    Each record of it has the run's name, for those who show several.
+    """
     handler, thread = logging.FileHandler(path, encoding="utf-8"), threading.get_ident()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(lambda record: alone or record.thread == thread)
+
+    def named(record: logging.LogRecord) -> bool:
+        if alone or record.thread == thread:
+            record.run = name
+        return True
+
+    log.addFilter(named)
     log.addHandler(handler)
     try:
         with heard():
             yield
     finally:
         log.removeHandler(handler)
+        log.removeFilter(named)
         handler.close()
 
 

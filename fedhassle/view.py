@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -143,14 +143,15 @@ def follow_together(
     Many runs are better told of when they have `ended`: by a line that takes the place of those of rounds,
     but for one now and then, and without what is merely good to know, which is in their logs.
     """
-    ends, watched, told = [], dict[int, Watched](), dict[int, float]()
+    ends, watched, told, names = [], dict[int, Watched](), dict[int, float](), dict[str, str]()
     with (
-        messages_on(console, logging.INFO if ended is None else logging.WARNING),
+        messages_on(console, logging.INFO if ended is None else logging.WARNING, names),
         Progress(*OF_SEVERAL, console=console, disable=not console.is_terminal) as progress,
     ):
         for event in events:
             if event.begun is not None:
                 watched[event.run] = watch(progress, event.begun, name(event))
+                names[event.begun.name] = name(event)
                 told[event.run] = time.monotonic()
             elif event.step is not None:
                 run = watched[event.run]
@@ -184,10 +185,26 @@ def kinds(clients: Sequence[Client]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
 
 
+class OfRun(logging.Formatter):
+    """What a run has to say behind its name, if it has one."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message."""
+        name = self.names.get(getattr(record, "run", ""))
+        return super().format(record) if name is None else f"{name}  {super().format(record)}"
+
+
 @contextmanager
-def messages_on(console: Console, level: int = logging.INFO) -> Iterator[None]:
-    """Prints what the library has to say above the live line."""
+def messages_on(
+    console: Console, level: int = logging.INFO, names: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Prints what the library has to say above the live line; of several runs, with what each is called."""
     handler = RichHandler(level, console, show_path=False, show_time=False, show_level=False, markup=False)
+    handler.setFormatter(OfRun({} if names is None else names))
     logger = logging.getLogger("fedhassle")
     logger.addHandler(handler)
     try:

@@ -115,6 +115,21 @@ def test_each_run_logs_to_its_own_file(tmp_path):
         assert f"this is {name}" in text and f"this is {other}" not in text
 
 
+def test_what_is_said_in_a_runs_thread_has_its_name(tmp_path):
+    """Side by side, too, where all records come to one console."""
+    runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg"])
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append((record.run, record.threadName))
+    log = logging.getLogger("fedhassle")
+    log.addHandler(handler)
+    try:
+        with launch.heard():
+            assert set(ends(together.side_by_side(runs)).values()) == {None}
+    finally:
+        log.removeHandler(handler)
+    assert {("a", "run 0"), ("b", "run 1")} == set(said) and not log.filters
+
+
 def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
     watching = together.side_by_side(runs)
@@ -199,6 +214,10 @@ def test_one_command_trains_every_combination(tmp_path):
         summary = json.loads((tmp_path / "all" / name / "summary.json").read_text())
         assert f"{summary['seed']}-{summary['method']}" == name
         assert f"{name}  round 2/2" in out
+        assert f"{name}  round 1: unlabelled clients are not asked" in out
+    heading, gap = out.splitlines()[-2:]
+    assert heading == "over fedavg model, seed by seed:" and gap.startswith("  fedprox model: ")
+    assert gap.endswith(" of 2 above")
     assert "± " in out and "fedprox" in out  # the table, seeds together
 
 

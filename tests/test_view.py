@@ -1,6 +1,7 @@
 """What a person sees of several runs: a line each that fits, or a line now and then."""
 
 import io
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,23 @@ def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
         "a  round 6/7  EM 50.0%  1 partial  50.0 s",
         "a has ended",
     ]
+
+
+def test_what_a_run_of_several_has_to_say_stands_behind_its_name():
+    """Of one of several runs by the name that it is shown with; of anything else as it is."""
+    log = logging.getLogger("fedhassle")
+
+    def events():
+        yield Event(0, begun=SimpleNamespace(name="folder", rounds=1, headline="EM"))
+        log.warning("of the run", extra={"run": "folder"})
+        log.warning("of another", extra={"run": "elsewhere"})
+        log.warning("of nobody")
+        yield Event(0)
+
+    console = Console(file=io.StringIO(), width=80)
+    follow_together(events(), console, lambda event: "table1 [a]")
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert shown == ["table1 [a]  of the run", "of another", "of nobody"]
 
 
 def rows(summary):
