@@ -56,10 +56,8 @@ def digest(settings: Settings, images: str, split: str | None) -> str:
 def own_code_of(settings: Settings) -> str:
     """What tells the source of a method and a network of one's own from others; "" where both are ours."""
     net = settings.net or ""
-    if ":" in net:
-        find(
-            net, NETS, "network"
-        )  # whose error says what is wrong; the method's name has led somewhere by now
+    if ":" in net:  # its error says what is wrong; that of the method's name has been by now
+        find(net, NETS, "network")
     return " ".join(filter(None, map(own_code, (settings.method.name, net))))
 
 
