@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from fedhassle.errors import UserError
+from fedhassle.errors import DamagedError, UserError
 from fedhassle.files import atomic
 from fedhassle.vectors import Arrays
 
@@ -29,17 +29,22 @@ def write_arrays(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """Reads what `write_arrays` wrote; anything else is an error that names the file."""
+    """Reads what `write_arrays` wrote; anything else is an error that names the file.
+
+    It is a `DamagedError` unless the system refuses the file, which may be sound then.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if "about" not in metadata:
-        raise UserError(f"{path} was not written by fedhassle: it has no description in its metadata")
+        raise DamagedError(f"{path} was not written by fedhassle: it has no description in its metadata")
     if checksum(arrays, metadata["about"]) != metadata.get("sha256"):
-        raise UserError(f"{path} is damaged: its checksum does not match its contents")
+        raise DamagedError(f"{path} is damaged: its checksum does not match its contents")
     return arrays, json.loads(metadata["about"])
 
 

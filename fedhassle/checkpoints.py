@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedhassle.arrays import read_arrays, round_file, round_files, write_arrays
-from fedhassle.errors import UserError
+from fedhassle.errors import DamagedError
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -34,11 +34,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None if there is none."""
+    """The newest checkpoint that is whole, None if there is none; one that the system refuses is an error."""
     for path in reversed(round_files(folder).values()):
         try:
             arrays, about = read_arrays(path)
-        except UserError as error:
+        except DamagedError as error:
             log.warning("%s; going back to the checkpoint before it", error)
             continue
         state = {name: array.to(device) for name, array in arrays.items()}

@@ -12,6 +12,10 @@ class BusyError(UserError):
     """What another process is at work on."""
 
 
+class DamagedError(UserError):
+    """A file that can be read, but is not what was written."""
+
+
 class DivergedError(RuntimeError):
     """A run that cannot go on: every update of a round held NaN or infinite values."""
 

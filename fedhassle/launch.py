@@ -369,7 +369,7 @@ def carry_on(
                 trackers.evaluated(step.metrics)
             yield step
         model = about_model(run)
-        summary = finish(run.folder, run.method, how, model)
+        summary = finish(run.folder, run.method, run.plan.rounds, how, model)
         write_text(run.folder.card, model_card(summary, model))
         draw_picture(run, summary)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished

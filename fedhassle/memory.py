@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fedhassle.arrays import read_arrays, round_file, round_files, write_arrays
-from fedhassle.errors import UserError, require
+from fedhassle.errors import DamagedError, UserError
 from fedhassle.files import remove_unfinished
 from fedhassle.vectors import Arrays
 
@@ -43,9 +43,9 @@ class Memory:
         path = round_file(self._home(client), last)
         try:
             arrays, about = read_arrays(path)
-            right = about == {"client": client, "round": last}
-            require(right, f"{path} is not what {client!r} kept in round {last}")
-        except UserError as error:
+            if about != {"client": client, "round": last}:
+                raise DamagedError(f"{path} is not what {client!r} kept in round {last}")
+        except DamagedError as error:
             raise UserError(
                 f"{error}; to do that round again, remove the checkpoints of round {last} and later, "
                 "then resume"

@@ -283,11 +283,17 @@ def on_test_images(summary: Metrics) -> Metrics | None:
     return {**summary, "accuracy": in_order, "history": history}
 
 
-def finish(folder: Folder, method: Method, about_run: dict[str, Any], about_model: dict[str, Any]) -> Metrics:
-    """Writes the model from the last checkpoint; returns the summary, which its caller writes last."""
+def finish(
+    folder: Folder, method: Method, rounds: int, about_run: dict[str, Any], about_model: dict[str, Any]
+) -> Metrics:
+    """Writes the model from the last round's checkpoint; returns the summary, which its caller writes last."""
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
-    if last is None:
-        raise RuntimeError(f"{folder.path} has no checkpoint to finish from")
+    t = 0 if last is None else last.t
+    if last is None or t != rounds:
+        raise UserError(
+            f"{folder.path} ends with round {rounds}, but its newest whole checkpoint is that of round {t}: "
+            f"it goes on from there with {way_on(folder)}"
+        )
     if not last.history:
         raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
     scores = final_scores(last.history)

@@ -1,13 +1,21 @@
 """Damage to a run's files: what is noticed, what is repaired, what is refused."""
 
+import errno
+import os
+
 import pytest
 import small
 import torch
 from small import assert_same_result, call, checkpoints, cut, metrics_of
 
+from fedhassle import arrays
+from fedhassle.arrays import write_arrays
 from fedhassle.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
+from fedhassle.errors import UserError
+from fedhassle.federation.coordinate import best_so_far
 from fedhassle.launch import carry_out, claim, reopen
 from fedhassle.requested import request
+from fedhassle.runs import Folder
 
 
 def truncated(content):
@@ -54,6 +62,67 @@ def test_without_a_whole_checkpoint_a_run_starts_again(eight_rounds, whole, tmp_
     code, out, _ = call("resume", folder)
     assert code == 0 and "round 2/8" in out
     assert_same_result(folder, whole)
+
+
+def failing(monkeypatch, names=""):
+    """Reading files of such names fails, as on a disk that is away for a moment."""
+    real = arrays.safe_open
+
+    def fails(path, **options):
+        if names in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, **options)
+
+    monkeypatch.setattr(arrays, "safe_open", fails)
+
+
+@pytest.mark.parametrize("which", ["", "round-000006"])
+def test_checkpoints_that_cannot_be_read_for_a_moment_stay(which, eight_rounds, whole, tmp_path):
+    """Nor does a run go back behind the newest: it ends, and goes on from there later."""
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 6)
+    files = [*checkpoints(folder), folder / "metrics.jsonl"]
+    before = [path.read_bytes() for path in files]
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, which)
+        code, _, err = call("resume", folder)
+    assert code == 2 and "round-000006.safetensors cannot be read: " in err.replace("\n", "")
+    assert [path.read_bytes() for path in files] == before
+    code, out, _ = call("resume", folder)
+    assert code == 0 and "round 8/8" in out and "round 6/8" not in out
+    assert_same_result(folder, whole)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "unreadable"])
+def test_a_run_does_not_end_with_another_checkpoint_than_its_last(damage, eight_rounds, whole, tmp_path):
+    folder = tmp_path / "run"
+    steps = carry_out(reopen(claim(request(None, eight_rounds), folder).path))
+    for _ in range(8):
+        next(steps)
+    newest = checkpoints(folder)[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        if damage == "truncated":
+            newest.write_bytes(truncated(newest.read_bytes()))
+        else:
+            failing(patch, newest.name)
+        with pytest.raises(UserError, match="resume" if damage == "truncated" else "cannot be read"):
+            next(steps)
+    assert not (folder / "summary.json").exists() and not (folder / "model.safetensors").exists()
+    assert call("resume", folder)[0] == 0
+    assert_same_result(folder, whole)
+
+
+def test_the_best_score_of_a_run_that_goes_on_is_not_forgotten_over_a_disk(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    assert best_so_far(folder) == -1.0
+    write_arrays(folder.best, {"w": torch.zeros(3)}, {"headline": "model", "validation": {"model": 0.75}})
+    assert best_so_far(folder) == 0.75
+    with monkeypatch.context() as patch:
+        failing(patch)
+        with pytest.raises(UserError, match="cannot be read"):
+            best_so_far(folder)
+    folder.best.write_bytes(truncated(folder.best.read_bytes()))
+    assert best_so_far(folder) == -1.0
 
 
 def test_damaged_checkpoints_do_not_push_out_new_ones(eight_rounds, tmp_path):

@@ -1,5 +1,6 @@
 """What clients keep between rounds: files of those that have trained, and of the rounds that are needed."""
 
+import errno
 import gc
 import hashlib
 import random
@@ -13,6 +14,7 @@ import torch
 from small import CPU, ENGINE, kept_by, same
 
 import fedhassle.memory
+from fedhassle import arrays
 from fedhassle.arrays import write_arrays
 from fedhassle.checkpoints import KEPT, load_checkpoint
 from fedhassle.data.partition import Split
@@ -249,6 +251,19 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, memory):
         memory.load("ann", 9, CPU)
     assert str(newest) in str(caught.value)
     assert at(memory, "ann", 4) == 2
+
+
+def test_of_a_file_that_cannot_be_read_no_checkpoint_is_to_be_removed(memory, monkeypatch):
+    """It may be sound, and readable in a moment."""
+    memory.save("ann", 4, value(4))
+
+    def fails(*args, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(arrays, "safe_open", fails)
+    with pytest.raises(UserError, match="Input/output error") as caught:
+        memory.load("ann", 9, CPU)
+    assert "remove" not in str(caught.value)
 
 
 @pytest.mark.parametrize("about", [{"client": "bob", "round": 4}, {"client": "ann", "round": 3}, {}, [1]])

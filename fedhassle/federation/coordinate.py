@@ -17,7 +17,7 @@ from fedhassle.arrays import read_arrays, write_arrays
 from fedhassle.data.partition import Split
 from fedhassle.data.site import read_site
 from fedhassle.data.views import make_views
-from fedhassle.errors import UserError, require
+from fedhassle.errors import DamagedError, require
 from fedhassle.evaluate import accuracy
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
@@ -190,8 +190,10 @@ class Judge:
 
 def best_so_far(folder: Folder) -> float:
     """The best score of a run that was cut; below any where there is none."""
+    if not folder.best.exists():
+        return -1.0
     try:
         _, words = read_arrays(folder.best)
         return float(words["validation"][words["headline"]])
-    except (UserError, KeyError, TypeError):
+    except (DamagedError, KeyError, TypeError):
         return -1.0
