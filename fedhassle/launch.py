@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -155,8 +155,16 @@ def new_folder(requested: Requested) -> Path:
     """A folder of its own for a new run: it is made at once, so that nobody who starts now chooses it too."""
     while True:
         path = default_folder(requested)
-        with suppress(FileExistsError):
+        try:
             path.mkdir(parents=True)
+        except FileExistsError:
+            runs = path.parent
+            if runs.is_symlink() and not runs.exists():
+                missing = runs.readlink()
+                raise UserError(
+                    f"{runs} is a link to {missing}, which is not there: make it, or name an --out"
+                ) from None
+        else:
             return path
 
 

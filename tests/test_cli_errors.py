@@ -1,5 +1,6 @@
 """What cannot work ends with exit code 2 and a message, and leaves nothing behind."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,24 @@ def test_a_bad_setting_leaves_nothing_in_the_working_folder(words, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert call("run", *words, "round=5")[0] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("several", [(), ("--vary", "seed=0,1")])
+def test_a_link_that_leads_nowhere_in_place_of_the_runs_is_named(several, words, tmp_path, monkeypatch):
+    """A name that is taken is tried again with another: this one would be for ever."""
+    tries = itertools.count()
+
+    def once(requested):
+        assert next(tries) == 0
+        return real(requested)
+
+    real = launch.default_folder
+    monkeypatch.setattr(launch, "default_folder", once)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("big-disk")
+    code, _, err = call("run", *words, *several)
+    assert code == 2 and "runs is a link to big-disk" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_the_name_of_a_method_leads_to_no_folder_elsewhere(words, tmp_path, monkeypatch):
