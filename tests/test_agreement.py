@@ -108,6 +108,12 @@ BAD = {
     "no time": (FILE + "[rules]\ntimeout = 0", "rules.timeout must lie between"),
     "data in the run": (FILE + "data = 'cifar10'", "run.data has no place here"),
     "split in the run": (FILE + "split.clients = 3", "run.split has no place here"),
+    "a machine's device": (FILE + "device = 'cuda'", "run.device has no place here: each site says"),
+    "a machine's threads": (FILE + "threads = 4", "run.threads has no place here"),
+    "a machine's lanes": (FILE + "lanes = 2", "run.lanes has no place here"),
+    "a machine's precision": (FILE + "precision = 'fp32'", "run.precision has no place here"),
+    "a machine's kernels": (FILE + "compile = false", "run.compile has no place here"),
+    "a machine's bits": (FILE + "deterministic = true", "run.deterministic has no place here"),
     "no address": (FILE.replace("fl.example.org:8443", "fl.example.org"), "is not host:port"),
 }
 
@@ -159,7 +165,7 @@ def test_the_hash_is_of_what_sites_must_share():
         replace(AGREEMENT, address="other:1"),
         replace(AGREEMENT, rules=Rules(7)),
         replace(AGREEMENT, run={"rounds": 9, "method": {"name": "fedavg"}}),  # written at length
-        replace(AGREEMENT, run={"method": "fedavg", "seed": 4, "device": "cpu", "clients_per_round": 2}),
+        replace(AGREEMENT, run={"method": "fedavg", "seed": 4, "track": "mlflow", "clients_per_round": 2}),
     ]
     assert [agreement_hash(other) for other in alike] == [known] * len(alike)
     terms = [

@@ -442,6 +442,19 @@ def test_flowers_processes_send_nothing_to_its_makers(tmp_path):
 # A site's own images
 
 
+@pytest.mark.parametrize(("rounds", "compiled"), [(99, False), (100, True)])
+def test_a_site_with_a_gpu_compiles_if_the_agreed_rounds_win_it_back(rounds, compiled, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("L", (12, 12)).save(tmp_path / "images" / name / "1.png")
+    write_agreement(federations.terms(run=f"rounds = {rounds}"), tmp_path / "federation.toml")
+    words = {"site": "north", "data": "images", "file": "federation.toml", "memory": "memory"}
+    config = {key: word if key == "site" else str(tmp_path / word) for key, word in words.items()}
+    assert site_node(config).engine.compile is compiled
+
+
 def test_a_node_reads_a_folder_once_and_names_what_is_wrong_with_it(tmp_path, caplog):
     """Pictures by class and without, one that is broken and one in colours, with a quote in their path."""
     folder = tmp_path / 'images "of" ours'

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 FORMAT = 1
 ELSEWHERE = ("data", "split")  # tables of a simulated run that a federation has no use for in [run]
-SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed")  # settings of [run] for it alone
+SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # of [run], for it alone
+SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # how a machine trains
 LARGEST_SIDE = 4096
 MOST_SITES = 1_000_000
 WEEK = 7 * 24 * 3600
@@ -105,13 +106,13 @@ def to_toml(agreement: Agreement) -> dict[str, Any]:
 
 
 def agreement_hash(agreement: Agreement) -> str:
-    """Equal where sites can train together: the name, [data], and [run] without what is a machine's affair.
+    """Equal where sites can train together: the name, [data], and [run] without what is the server's affair.
 
     The address and the rules may change without a site having to agree again, and so may the settings that
-    the server alone follows (rounds, clients per round, evaluation, seed).
+    the server alone follows (rounds, clients per round, evaluation, seed, who is told).
     """
     run = expanded(dict(agreement.run))
-    shared = {key: value for key, value in run.items() if key not in (*SERVERS_OWN, *MACHINE)}
+    shared = {key: value for key, value in run.items() if key not in SERVERS_OWN}
     content = {"format": FORMAT, "name": agreement.name, "data": asdict(agreement.data), "run": shared}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -231,6 +232,12 @@ def _check_values(agreement: Agreement) -> None:
         require(0 < seconds <= WEEK, f"rules.{key} must lie between 0 and {WEEK} seconds, got {seconds:g}")
     for table in ELSEWHERE:
         require(table not in agreement.run, f"run.{table} has no place here: sites hold the data, see [data]")
+    for key in SITES_OWN:
+        require(
+            key not in agreement.run,
+            f"run.{key} has no place here: each site says for itself how it trains, by the options of "
+            "fedhassle federation node",
+        )
 
 
 def _check_classes(class_names: tuple[str, ...]) -> None:

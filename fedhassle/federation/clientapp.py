@@ -43,7 +43,7 @@ def site_node(config: Config) -> SiteNode:
     agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
     site = read_site(Path(data), agreement.data.form, Path(labels) if labels else None)
     tell_problems(site)
-    engine = engine_of(str(config.get("device", "auto")))
+    engine = engine_of(agreement, str(config.get("device", "auto")))
     return SiteNode(name, agreement, site.x, site.y, Path(memory), engine)
 
 

@@ -76,6 +76,7 @@ def method_settings(words: dict[str, Any]) -> dict[str, Any]:
     return resolve(Requested(({"method": words}, {"device": "cpu"}))).method.settings
 
 
-def engine_of(device: str) -> Engine:
-    """How a site trains on a device: `auto`, `cpu` or `cuda`."""
-    return build_engine(resolve(Requested(({"device": device},))))
+def engine_of(agreement: Agreement, device: str) -> Engine:
+    """How a site trains on a device (`auto`, `cpu` or `cuda`), which may depend on how long the run is."""
+    agreed = {key: value for key, value in agreement.run.items() if key == "rounds"}
+    return build_engine(resolve(Requested((agreed, {"device": device}))))
