@@ -11,7 +11,7 @@ from test_every_method import made
 
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Content
+from fedhassle.federation.messages import Content, Failure, answered, failure
 from fedhassle.methods import METHODS
 from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator
@@ -300,6 +300,41 @@ def test_a_site_that_has_lost_what_it_held_begins_anew(tmp_path, caplog):
     assert "what it held after round 1 is gone" in caplog.text
     third = next(rounds)
     assert "client 2" in [reply.update.client.name for reply in third.replies]
+
+
+def test_only_a_site_that_says_so_has_lost_what_it_held(tmp_path):
+    """Whatever it says else in words of its own, it goes on from the last round that counted."""
+    method = made("fedmatch")
+    here, grid = federation(tmp_path, method, "fedmatch", split=FEW, settings=settings_of("fedmatch"))
+    rounds = federate(method, here, Plan(3, 3, 0), method.initial(0))
+    next(rounds)
+    grid.behaviour["client 2", "train"] = changed(lambda _: Content({"error": "lost: the cupboard's key"}))
+    next(rounds)
+    del grid.behaviour["client 2", "train"]
+    next(rounds)
+    sent = [letter for letter in grid.letters if letter.node == grid.ids["client 2"]]
+    assert [letter.content.words["since"] for letter in sent if letter.kind == "train"] == [0, 1, 1]
+
+
+SAID = {
+    "a long reason": (
+        "the method is not in this site's file; " * 5,
+        "the method is not in this site's file; " * 5,
+    ),
+    "one without end": ("ä" * 10**6, "ä" * 499 + "…"),
+    "just short enough": ("x" * 500, "x" * 500),
+    "paths and quotes": (r"C:\data: it's \"gone\"", r"C:\data: it's \"gone\""),
+    "several lines": ("one\ntwo\x1b[2J\tthree", "one two [2J three"),
+    "no text at all": ({"code": 5}, "{'code': 5}"),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_a_site_says_went_wrong_is_told_as_it_says_it(what):
+    said, told = SAID[what]
+    assert answered(Content({"error": said}), "") == Failure(told)
+    assert answered(failure("gone", lost=True), "") == Failure("gone", lost=True)
+    assert answered(Content({"error": "gone", "lost": "yes"}), "") == Failure("gone")
 
 
 @pytest.mark.parametrize("name", ["fedavg", "rscfed", "fedmatch"])

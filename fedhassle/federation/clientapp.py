@@ -17,7 +17,7 @@ from fedhassle.data.survey import conversions, skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.grid import from_records, to_records
-from fedhassle.federation.messages import Content, RefusedError
+from fedhassle.federation.messages import RefusedError, failure
 from fedhassle.federation.node import SiteNode
 from fedhassle.federation.terms import engine_of
 
@@ -65,7 +65,7 @@ def replied(node: SiteNode, message: Message) -> Message:
     try:
         content = from_records(message.content)
     except RefusedError as error:
-        answer = Content({"error": str(error)})
+        answer = failure(str(error))
     else:
         answer = node.answer(message.metadata.message_type, content)
     return Message(to_records(answer), reply_to=message)

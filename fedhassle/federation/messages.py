@@ -20,6 +20,7 @@ from fedhassle.vectors import Arrays, all_finite
 WHOLE, INDEX, VALUE = "whole ", "index ", "value "  # before the name of a vector: how it is sent
 TYPES = {WHOLE: np.dtype("<f4"), INDEX: np.dtype("<i4"), VALUE: np.dtype("<f4")}
 LONGEST_NAME = 100
+LONGEST_REASON = 500
 MOST_SAMPLES = 10**12
 
 
@@ -32,6 +33,13 @@ class Content(NamedTuple):
 
     words: dict[str, Any]
     arrays: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
+
+
+class Failure(NamedTuple):
+    """What went wrong, in place of an answer."""
+
+    why: str
+    lost: bool = False  # whether the site no longer has what it held: it can begin anew
 
 
 class Introduction(NamedTuple):
@@ -134,6 +142,19 @@ def introduction(words: Mapping[str, Any]) -> Introduction:
     return Introduction(Client(name, labelled, unlabelled), validation, agreed, plain)
 
 
+def failure(why: str, lost: bool = False) -> Content:
+    """What a site answers that cannot do what it was asked."""
+    return Content({"error": why, "lost": lost})
+
+
+def answered(content: Content | None, error: str) -> Content | Failure:
+    """An answer, or what went wrong, if need be in the site's own words."""
+    if content is None:
+        return Failure(readable(error))
+    said = content.words.get("error")
+    return content if said is None else Failure(readable(said), content.words.get("lost") is True)
+
+
 def count_of(value: Any, what: str) -> int:
     """A count of samples, if it is one."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_SAMPLES:
@@ -221,6 +242,13 @@ def short(value: Any) -> str:
     """Something that a site sent, not longer than a line of a log should be."""
     text = repr(value)
     return text if len(text) <= LONGEST_NAME else text[:LONGEST_NAME] + "…"
+
+
+def readable(said: Any) -> str:
+    """What a site says, as it says it: in one line, and not without end."""
+    text = said if isinstance(said, str) else repr(said)
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST_REASON + 1])
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
 
 
 def listed(names: Mapping[str, Any] | Sequence[str]) -> str:

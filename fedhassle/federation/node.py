@@ -24,8 +24,16 @@ from fedhassle.engine import Engine
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import hits
 from fedhassle.federation.agreement import Agreement, agreement_hash
-from fedhassle.federation.messages import Content, coarse, count_of, packed, to_json, unpacked, update_words
-from fedhassle.federation.server import LOST
+from fedhassle.federation.messages import (
+    Content,
+    coarse,
+    count_of,
+    failure,
+    packed,
+    to_json,
+    unpacked,
+    update_words,
+)
 from fedhassle.federation.terms import dataset_of, method_settings
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
@@ -41,6 +49,10 @@ log = logging.getLogger("fedhassle")
 
 RUNS_KEPT = 3  # runs of which a site keeps what the method has it keep: the last ones
 UNSEEN = 2**64  # the digests of images are below it
+
+
+class LostError(UserError):
+    """What a site held for the run is gone, which the server is to know."""
 
 
 class Parts(NamedTuple):
@@ -120,7 +132,8 @@ class SiteNode:
         except Exception as error:  # whatever it is, the server is told: who says nothing is waited for
             known = isinstance(error, UserError)
             log.error("a %s message could not be answered: %s", kind, error, exc_info=not known)
-            return Content({"error": str(error) if known else f"{type(error).__name__}: {error}"})
+            why = str(error) if known else f"{type(error).__name__}: {error}"
+            return failure(why, isinstance(error, LostError))
 
     def introduce(self, content: Content) -> Content:
         """Who it is, and how much it holds."""
@@ -150,7 +163,7 @@ class SiteNode:
         memory.rewind(since)
         memory.prune([*checkpoints, since])
         if least and since != memory.last(HELD + self.name, t):
-            raise UserError(f"{LOST}what it held after round {since} is gone; it can begin anew")
+            raise LostError(f"what it held after round {since} is gone; it can begin anew")
         known = simulator.wire.known(self.name, least, t)
         message = unpacked(content.arrays, known)
         there = {name: vector.to(self.engine.device) for name, vector in message.items()}

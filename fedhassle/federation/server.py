@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Content, Hits, RefusedError, packed, read_hits, read_update
+from fedhassle.federation.messages import Content, Failure, Hits, RefusedError, packed, read_hits, read_update
 from fedhassle.federation.sites import Answers, Sites
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
@@ -20,7 +20,6 @@ from fedhassle.wire import HELD, Arrived, Wire, sent
 
 log = logging.getLogger("fedhassle")
 
-LOST = "lost: "  # begins what a site says that no longer has what it held
 CPU = torch.device("cpu")
 
 
@@ -74,13 +73,15 @@ class FlowerFederation:
         }
         return Content(words, packed(message.arrays, known))
 
-    def _reply(self, method: Method, client: Client, down: Arrived, answer: Content | str, t: int) -> Reply:
+    def _reply(
+        self, method: Method, client: Client, down: Arrived, answer: Content | Failure, t: int
+    ) -> Reply:
         """A site's answer as a reply, if it is one."""
-        if isinstance(answer, str):
-            if answer.startswith(LOST):  # from the next round on it begins anew
+        if isinstance(answer, Failure):
+            if answer.lost:  # from the next round on it begins anew
                 self._merged.pop(client.name, None)
                 self.memory.forget(HELD + client.name)
-            raise RefusedError(answer)
+            raise RefusedError(answer.why)
         update = read_update(answer, method, client, down.arrays, t)
         up = self.wire.up(client.name, update.arrays, down.arrays, method.unsent(), t)
         self._merged[client.name] = t
@@ -114,8 +115,8 @@ class FlowerFederation:
         found: dict[str, Hits] = {}
         for name, answer in answers.items():
             try:
-                if isinstance(answer, str):
-                    raise RefusedError(answer)
+                if isinstance(answer, Failure):
+                    raise RefusedError(answer.why)
                 hits = read_hits(answer.words)
                 if found and hits.right.keys() != next(iter(found.values())).right.keys():
                     raise RefusedError("it has hits of other predictions than the sites before it")

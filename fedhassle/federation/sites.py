@@ -12,7 +12,15 @@ from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Grid, Letter, Node
-from fedhassle.federation.messages import Content, Introduction, RefusedError, introduction, short
+from fedhassle.federation.messages import (
+    Content,
+    Failure,
+    Introduction,
+    RefusedError,
+    answered,
+    introduction,
+    short,
+)
 
 log = logging.getLogger("fedhassle")
 
@@ -39,7 +47,7 @@ class Present(NamedTuple):
     introduction: Introduction
 
 
-Answers = dict[str, Content | str]
+Answers = dict[str, Content | Failure]
 """By site: a content, or what went wrong."""
 
 
@@ -105,9 +113,9 @@ class Sites:
     def _greet(self, node: Node, content: Content | None, error: str) -> None:
         """Takes in what a node says of itself, or refuses it."""
         name, answer = node.name or f"node {node.id}", answered(content, error)
-        if isinstance(answer, str):
-            log.warning("%s does not say who it is: %s", name, answer)
-            self.audit.write("failed", site=name, why=answer)
+        if isinstance(answer, Failure):
+            log.warning("%s does not say who it is: %s", name, answer.why)
+            self.audit.write("failed", site=name, why=answer.why)
             self._met[node] = self.clock.now() + ASK_AGAIN
             return
         try:
@@ -175,7 +183,7 @@ class Sites:
     def ask(self, kind: str, contents: Mapping[str, Content], group: str) -> Answers:
         """What sites answer, within the time that they have; one that does not is late, and says so."""
         names = [name for name in contents if name in self.there]
-        answers: Answers = {name: "it has left" for name in contents if name not in self.there}
+        answers: Answers = {name: Failure("it has left") for name in contents if name not in self.there}
         letters = [
             Letter(self.there[name].node.id, kind, contents[name], group, self.rules.timeout + LIFETIME)
             for name in names
@@ -183,7 +191,7 @@ class Sites:
         waiting: dict[str, str] = {}
         for name, letter in zip(names, self.grid.push(letters), strict=True):
             if letter is None:
-                answers[name] = "the message could not be sent to it"
+                answers[name] = Failure("the message could not be sent to it")
             else:
                 waiting[letter] = name
         began = looked = self.clock.now()
@@ -196,20 +204,12 @@ class Sites:
                 looked = self.clock.now()
                 for letter in self._gone(waiting, absent, looked):
                     self._late[letter] = name = waiting.pop(letter)
-                    answers[name] = GONE
+                    answers[name] = Failure(GONE)
             if waiting and self.clock.now() > deadline:
                 self._late |= waiting
-                late = f"it did not answer within {self.rules.timeout:g} s (rules.timeout)"
+                late = Failure(f"it did not answer within {self.rules.timeout:g} s (rules.timeout)")
                 answers |= dict.fromkeys(waiting.values(), late)
                 break
             if waiting:
                 self.clock.pause(POLL)
         return {name: answers[name] for name in contents}
-
-
-def answered(content: Content | None, error: str) -> Content | str:
-    """An answer, or what went wrong, if need be in the site's own words."""
-    if content is None:
-        return error
-    said = content.words.get("error")
-    return content if said is None else short(said)[1:-1]
