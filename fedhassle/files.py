@@ -21,6 +21,9 @@ if sys.platform != "win32":
 
 UNFINISHED = ".writing-"
 
+Stamp = tuple[int, int]
+"""The size of a file, and when it was last written."""
+
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
@@ -65,6 +68,15 @@ def try_out(folder: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED) as file:
         file.write(b"tried")
         file.flush()
+
+
+def stamp(path: Path) -> Stamp:
+    """Another one once a file has changed."""
+    try:
+        found = path.stat()
+    except OSError:  # of which reading tells
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def remove_unfinished(folder: Path) -> None:

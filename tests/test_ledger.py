@@ -131,6 +131,47 @@ def test_ledgers_merge_by_copying(tmp_path):
     assert len(list((one.folder / "cifar10").iterdir())) == 3
 
 
+def test_a_file_that_was_read_while_it_was_copied_is_read_again(tmp_path):
+    whole, place = json.dumps(summary()), tmp_path / "a.json"
+    write(place, whole[: len(whole) // 2])
+    ledger = Ledger(tmp_path)
+    assert run() not in ledger and list(ledger.skipped) == [place]
+    write(place, whole)
+    ledger.refresh()
+    assert run() in ledger and not ledger.skipped
+
+
+def test_a_file_that_becomes_another_run_is_found_as_that_alone(tmp_path):
+    """A copy that it stood for stands for itself then."""
+    for name in ("a.json", "b.json"):
+        write(tmp_path / name, summary())
+    ledger = Ledger(tmp_path)
+    assert ledger.path(run()) == tmp_path / "a.json"
+    write(tmp_path / "a.json", summary(seed=12))
+    ledger.refresh()
+    assert ledger.path(run(12)) == tmp_path / "a.json" and ledger.path(run()) == tmp_path / "b.json"
+
+
+@pytest.mark.parametrize("first", ["a.json", "b.json"])
+def test_two_results_of_one_run_are_named_and_which_counts_depends_on_no_order(first, tmp_path):
+    """A copy, which was made beside other runs or took another time, is no other result."""
+    scores = {"model": {"last": 0.4, "best": 0.6, "mean_of_last": 0.5}}
+    files = {
+        "a.json": summary(),
+        "b.json": summary(accuracy=scores),
+        "c.json": summary(seconds=9, together=2),
+    }
+    write(tmp_path / first, files[first])
+    ledger = Ledger(tmp_path)
+    assert not ledger.skipped
+    for name, content in files.items():
+        write(tmp_path / name, content)
+    ledger.refresh()
+    assert ledger.path(run()) == tmp_path / "a.json"
+    (why,) = ledger.skipped.values()
+    assert str(tmp_path / "a.json") in why and str(tmp_path / "b.json") in why
+
+
 def test_times_are_those_of_the_same_settings_on_the_same_machine(tmp_path):
     ledger = Ledger(tmp_path)
     assert ledger.seconds(run()) is None

@@ -108,7 +108,7 @@ class Report:
     sections: tuple[Section, ...]
     runs: int  # that the experiments ask for, each counted once
     done: int
-    skipped: tuple[str, ...]  # files of the ledger that are no summaries, and why
+    skipped: tuple[str, ...]  # files of the ledger that do not count, and why
 
 
 def report(

@@ -403,9 +403,9 @@ def made_with(environments: Environments) -> Markup:
 
 
 def left_out(report: Report) -> Markup:
-    """Files that could not be read."""
+    """Files of the ledger that do not count."""
     if not report.skipped:
         return Markup("")
     items = [tag("li", reason) for reason in report.skipped]
-    intro = tag("p", "These files of the ledger are no summaries of runs:")
+    intro = tag("p", "These files of the ledger do not count:")
     return tag("section", tag("h2", "Left out"), intro, tag("ul", *items), id="left-out")

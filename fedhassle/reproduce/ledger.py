@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
 from typing import NamedTuple
 
 from fedhassle.errors import UserError, require
-from fedhassle.files import UNFINISHED, file_name, try_out, write_json
+from fedhassle.files import UNFINISHED, Stamp, file_name, stamp, try_out, write_json
 from fedhassle.launch import Identity
 from fedhassle.provenance import machine
 from fedhassle.runs import Metrics, read_summary
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
     rounds: int
     machine: str
     seconds: float  # for a round, as a share of the device
+    figures: str  # the final accuracies, by which a copy is told from another result
 
 
 class Ledger:
@@ -33,27 +35,35 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.skipped: dict[Path, str] = {}  # files that are no summaries, and why
+        self.skipped: dict[Path, str] = {}  # files that do not count, and why
         self._entries: dict[tuple[str, int], Entry] = {}
-        self._seen: set[Path] = set()
+        self._files: dict[Path, Entry | str] = {}  # what was read, or why it is no summary
+        self._stamps: dict[Path, Stamp] = {}
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes in the files that came since, from other processes or by copying."""
-        for path in sorted(set(self.folder.rglob("*.json")) - self._seen):
-            if not path.name.startswith(UNFINISHED):
-                self._seen.add(path)
-                self._take_in(path)
+        """Takes in the files that came or changed since: one may have been read while it was copied."""
+        found = sorted(self.folder.rglob("*.json"))
+        stamps = {path: stamp(path) for path in found if not path.name.startswith(UNFINISHED)}
+        changed = [path for path in stamps if stamps[path] != self._stamps.get(path)]
+        self._stamps |= stamps
+        self._files |= {path: taken_in(path) for path in changed}
+        if changed:
+            self._settle()
 
-    def _take_in(self, path: Path) -> None:
-        try:
-            summary = read_summary(path)
-            require(summary.get("format") == FORMAT, f"{path} is not of format {FORMAT}")
-            entry = entry_of(path, summary)
-        except UserError as error:
-            self.skipped[path] = str(error)
-        else:
-            self._entries.setdefault(entry.key, entry)
+    def _settle(self) -> None:
+        """Says which file counts for a run: the first by its path; another with other figures is named."""
+        self._entries, self.skipped = {}, {}
+        for path, read in sorted(self._files.items()):
+            if isinstance(read, str):
+                self.skipped[path] = read
+                continue
+            first = self._entries.setdefault(read.key, read)
+            if read.figures != first.figures:
+                self.skipped[path] = (
+                    f"{path} has other figures than {first.path}, for the same settings and seed: "
+                    "the latter count; move one of them away"
+                )
 
     def __contains__(self, run: Identity) -> bool:
         return run.key in self._entries
@@ -89,8 +99,7 @@ class Ledger:
             return known.path
         path = self._free(summary)
         write_json(path, {**summary, TOGETHER: together})
-        self._seen.add(path)
-        self._take_in(path)
+        self.refresh()
         return path
 
     def _free(self, summary: Metrics) -> Path:
@@ -112,6 +121,16 @@ class Ledger:
         return run.rounds * statistics.median(measured) if measured else None
 
 
+def taken_in(path: Path) -> Entry | str:
+    """What is remembered of a file; of one that is no summary, why."""
+    try:
+        summary = read_summary(path)
+        require(summary.get("format") == FORMAT, f"{path} is not of format {FORMAT}")
+        return entry_of(path, summary)
+    except UserError as error:
+        return str(error)
+
+
 def entry_of(path: Path, summary: Metrics) -> Entry:
     """What is remembered of a summary."""
     try:
@@ -122,6 +141,7 @@ def entry_of(path: Path, summary: Metrics) -> Entry:
             int(summary["rounds"]),
             machine(summary["hardware"]),
             seconds_of_round(summary),
+            json.dumps(summary["accuracy"], sort_keys=True),
         )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # of NaN there is no whole number
         raise UserError(f"{path} is no summary of a run: {type(error).__name__}: {error}") from error
