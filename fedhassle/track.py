@@ -227,7 +227,8 @@ class MLflow:
         if summary is not None:
             self._log(final_figures(summary), summary["rounds"])
             for file in (self._folder.curves, self._folder.card):
-                self._client.log_artifact(self._run, str(file))
+                if file.exists():  # a picture may be one that could not be drawn
+                    self._client.log_artifact(self._run, str(file))
         self._client.set_terminated(self._run, "KILLED" if summary is None else "FINISHED")
 
     def _log(self, values: Mapping[str, float], t: int) -> None:

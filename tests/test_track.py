@@ -12,7 +12,7 @@ import small
 from federations import FEW, FakeGrid, Flying, held, site, terms
 from small import assert_same_result, call, cut, metrics_of, resolved, summary_of
 
-from fedhassle import track
+from fedhassle import launch, track
 from fedhassle.build import settings_hash
 from fedhassle.errors import UserError
 from fedhassle.federation.coordinate import coordinate
@@ -179,6 +179,18 @@ def test_a_round_is_there_before_the_next_one_begins(four, server, tmp_path, mon
     assert run_of(tmp_path / "run").info.status == "RUNNING"
     steps.close()
     assert run_of(tmp_path / "run").info.status == "KILLED"
+
+
+def test_a_run_whose_picture_could_not_be_drawn_is_finished(four, server, tmp_path, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    monkeypatch.setattr(launch, "draw_curves", fails)
+    code, out, _ = call("run", *four, "rounds=2", "track=mlflow", "--out", tmp_path / "run")
+    assert code == 0 and "goes on without it" not in " ".join(out.split())
+    run = run_of(tmp_path / "run")
+    assert run.info.status == "FINISHED" and any(name.startswith("final/") for name in run.data.metrics)
 
 
 def test_rounds_without_an_evaluation_are_left_out(words, tmp_path):
