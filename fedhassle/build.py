@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 
-from fedhassle.config import Settings, method_class
+from fedhassle.config import DataSettings, Settings, method_class
 from fedhassle.data import datasets, partition
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import Split
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
+from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
@@ -38,8 +40,15 @@ def is_machines(key: str) -> bool:
 def hash_before(settings: Settings) -> str:
     """The same before a run is built: images and a split are read only where they are a user's own."""
     name, file = settings.data.name, settings.split.file
-    images = name if name in datasets.CATALOGUE else fingerprint(build_dataset(settings))
+    known = name in datasets.CATALOGUE
+    images = name if known else own_fingerprint(settings.data.model_dump_json(), stamp(Path(name)))
     return digest(settings, images, None if file is None else Split.load(Path(file)).hash)
+
+
+@functools.lru_cache
+def own_fingerprint(data: str, written: Stamp) -> str:
+    """The fingerprint of a user's own images, by [data] as JSON and the file's stamp: read once."""
+    return fingerprint(build_dataset(Settings(data=DataSettings.model_validate_json(data))))
 
 
 def digest(settings: Settings, images: str, split: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -117,9 +118,10 @@ def resolve(requested: Requested) -> Settings:
         merged = overlaid(merged, layer)
     require_finite(merged)
     settings = validated(Settings, merged)
-    fields = method_fields(method_class(settings.method.name))
-    chosen = {k: v for k, v in settings.method.settings.items() if k in fields or not outgrown(requested, k)}
-    values = validated(fields_model(settings.method.name, fields), chosen, settings.method.name).model_dump()
+    name, given = settings.method.name, settings.method.settings
+    model = fields_model(method_class(name), name)  # type: ignore[arg-type] # a class is hashable
+    chosen = {k: v for k, v in given.items() if k in model.model_fields or not outgrown(requested, k)}
+    values = validated(model, chosen, name).model_dump()
     device = resolved_device(settings.device)
     return settings.model_copy(
         update={
@@ -128,7 +130,7 @@ def resolve(requested: Requested) -> Settings:
             "compile": resolved_compile(settings, device),
             "threads": settings.threads or available_cores(),
             "split": resolved_split(settings.split, requested),
-            "method": MethodSettings(name=settings.method.name, **values),
+            "method": MethodSettings(name=name, **values),
         }
     )
 
@@ -227,8 +229,10 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return ... if field.default is dataclasses.MISSING else field.default
 
 
-def fields_model(name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
-    """A model that checks the settings of a method."""
+@functools.cache
+def fields_model(method: type[Method], name: str) -> type[BaseModel]:
+    """A model that checks the settings of a method, made once: a report checks those of a thousand runs."""
+    fields = method_fields(method)
     if "name" in fields:
         raise UserError(
             f"method {name!r} has a field called 'name', which is the setting that names the method"

@@ -74,7 +74,7 @@ def stamp(path: Path) -> Stamp:
     """Another one once a file has changed."""
     try:
         found = path.stat()
-    except OSError:  # of which reading tells
+    except (OSError, ValueError):  # of which reading tells
         return 0, 0
     return found.st_size, found.st_mtime_ns
 

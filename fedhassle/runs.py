@@ -286,7 +286,7 @@ def on_test_images(summary: Metrics) -> Metrics | None:
 def finish(
     folder: Folder, method: Method, rounds: int, about_run: dict[str, Any], about_model: dict[str, Any]
 ) -> Metrics:
-    """Writes the model from the last round's checkpoint; returns the summary, which its caller writes last."""
+    """Writes the model from the last round's checkpoint; returns the summary, which is to be written last."""
     last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
     t = 0 if last is None else last.t
     if last is None or t != rounds:

@@ -10,6 +10,7 @@ import torch
 from small import built, resolved
 
 import fedhassle
+from fedhassle import config
 from fedhassle.config import resolve
 from fedhassle.data.datasets import CATALOGUE
 from fedhassle.errors import UserError
@@ -81,6 +82,18 @@ def test_a_file_holds_only_what_differs_from_paper(tmp_path):
 
 
 # A change of method
+
+
+def test_the_fields_of_a_method_become_a_model_once(monkeypatch):
+    """A report checks the settings of a thousand runs."""
+    made, create = [], config.create_model
+    monkeypatch.setattr(
+        config, "create_model", lambda *args, **more: made.append(args) or create(*args, **more)
+    )
+    config.fields_model.cache_clear()
+    for seed in range(3):
+        assert resolve(request("paper", [f"seed={seed}", "method.lr=0.5"])).method.settings["lr"] == 0.5
+    assert len(made) == 1
 
 
 def test_quick_drops_the_settings_that_only_hassle_has():

@@ -1,6 +1,7 @@
 """The hash of settings: equal for runs that differ in seed and machine alone."""
 
 import dataclasses
+import shutil
 import typing
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from small import resolved
 
 from fedhassle.build import build_dataset, hash_before, settings_hash
+from fedhassle.data import npz
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.requested import MACHINE
@@ -98,6 +100,22 @@ def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
         settings = resolved(f"data={path}")
         hashes.append(settings_hash(settings, build_dataset(settings), small.SPLIT))
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_ones_own_images_are_read_once_for_all_runs_until_the_file_changes(images, tmp_path, monkeypatch):
+    """And settings of data that do not fit them are an error for each run."""
+    read, paths = npz.read, []
+    monkeypatch.setattr(npz, "read", lambda path: paths.append(path) or read(path))
+    own = tmp_path / "own.npz"
+    shutil.copy(images, own)
+    words = [(), ("seed=1",), ("method=fedavg", "rounds=3"), ("seed=2",)]
+    first, again, other, _ = [hash_before(resolved(f"data={own}", *more)) for more in words]
+    assert paths == [own] and first == again != other
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"data\.mean"):
+            hash_before(resolved(f"data={own}", "data.mean=[0.1, 0.2]"))
+    small.save_images(own, small.dataset(train=60))
+    assert hash_before(resolved(f"data={own}")) != first
 
 
 def test_what_a_seed_holds_out_does_not_change_the_hash(images):
