@@ -184,13 +184,19 @@ def follow(planned: Visit, way: Perform) -> Generator[None, None, Trained]:
 
 
 def perform(job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
+    """All steps of a job, one by one; may be left after the last, since others draw from the same state."""
+    buffers = make_steps(job, start, kept)
+    yield
+    return buffers
+
+
+def make_steps(job: Job, start: Arrays, kept: Arrays) -> Buffers:
     """All steps of a job, one by one."""
     buffers = prepare(job, start, kept)
     course = draw(job)
     with own_randomness(job):
         for i in range(job.steps):
             advance(job, buffers, course.between(i, i + 1))
-            yield
     return buffers
 
 

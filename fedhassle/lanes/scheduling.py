@@ -27,7 +27,7 @@ from fedhassle.lanes.program import Program, StretchFunctions, stretches
 from fedhassle.lanes.recording import FunctionsByShape
 from fedhassle.lanes.shapes import shape_of
 from fedhassle.lanes.trimming import Trimmer
-from fedhassle.local import Buffers, Job, Trained, Visit, draw, follow, perform, run_to_end
+from fedhassle.local import Buffers, Job, Trained, Visit, draw, follow, make_steps, perform, run_to_end
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -88,7 +88,7 @@ class Lane:
         """All steps of a job, by replaying stretches of them; may be left after each."""
         if not self.functions.worth_it(shape_of(job, kept), job):
             with QUIET.broken(), self.functions.engine.lowered():
-                return run_to_end(perform(job, start, kept))
+                return make_steps(job, start, kept)
         course = draw(job)
         program = self.program(job, start, kept)
         program.load(job, start)
