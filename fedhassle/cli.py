@@ -93,7 +93,8 @@ def guarded(command: Callable[[], object]) -> int:
         typer.echo(f"fedhassle: {error}", err=True)
         return 2
     except OSError as error:
-        typer.echo(f"fedhassle: {error.filename or ''}: {error.strerror or error}", err=True)
+        where = "" if error.filename is None else f"{error.filename}: "
+        typer.echo(f"fedhassle: {where}{error.strerror or error}", err=True)
         return 2
     except DivergedError as error:
         typer.echo(f"fedhassle: {error}", err=True)

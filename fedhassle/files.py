@@ -29,20 +29,32 @@ Stamp = tuple[int, int]
 def atomic(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder that takes the place of `path` when the block ends well.
 
-    Where that is a link, it stays, and what it leads to is replaced.
+    Where that is a link, it stays, and what it leads to is replaced. An error that names another file, such
+    as one that is read in the block, is none of writing, and stays what it is.
     """
-    try:
+    with writing(path):
         place = replaceable(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         # The suffix stays: some writers choose the format by it.
         temporary = place.parent / f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}"
         temporary.touch(exist_ok=False)  # with the permissions of any new file
-        try:
+    try:
+        with writing(path, temporary):
             yield temporary
+        with writing(path):
             settle(temporary, place)
-        finally:
-            temporary.unlink(missing_ok=True)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Errors are those of writing `path`; with a temporary file, if they name that or none."""
+    try:
+        yield
     except OSError as error:
+        if temporary is not None and error.filename not in (None, str(temporary)):
+            raise
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 

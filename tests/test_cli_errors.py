@@ -1,5 +1,6 @@
 """What cannot work ends with exit code 2 and a message, and leaves nothing behind."""
 
+import errno
 import itertools
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from small import call, process
 
 from fedhassle import launch
+from fedhassle.cli import guarded
 from fedhassle.commands.options import asked
 from fedhassle.requested import request
 
@@ -156,6 +158,15 @@ def test_a_picture_or_split_that_cannot_be_written_ends_with_code_2(
 def test_a_picture_of_another_kind_is_refused(words, tmp_path):
     code, _, err = call("split", *words, "--picture", tmp_path / "x.gif")
     assert code == 2 and ".png or .svg" in err
+
+
+@pytest.mark.parametrize(("file", "said"), [(None, ""), ("a b.png", "a b.png: ")])
+def test_an_error_of_the_system_is_told_with_its_file_if_it_has_one(file, said, capsys):
+    def fails():
+        raise OSError(errno.ENOSPC, "No space left on device", *([] if file is None else [file]))
+
+    assert guarded(fails) == 2
+    assert capsys.readouterr().err == f"fedhassle: {said}No space left on device\n"
 
 
 @pytest.mark.parametrize("folder", ["nothere", "empty", "file"])

@@ -57,6 +57,21 @@ def test_a_full_disk_is_a_user_error_that_names_the_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_that_names_another_file_is_none_of_writing(tmp_path):
+    """As when images are read while what a model says of them is written."""
+    images = tmp_path / "images.png"
+    with pytest.raises(FileNotFoundError) as caught, atomic(tmp_path / "words.txt"):
+        images.read_bytes()
+    assert caught.value.filename == str(images)
+    with (
+        pytest.raises(UserError, match=r"words\.txt cannot be written"),
+        atomic(tmp_path / "words.txt") as made,
+    ):
+        made.unlink()
+        made.read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
