@@ -4,6 +4,8 @@ import shutil
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -348,6 +350,18 @@ def test_a_damaged_record_is_a_user_error_and_stays(coordinator, tmp_path, text)
     with pytest.raises(UserError):
         expel_site(coordinator, "a")
     assert (coordinator / "sites.toml").read_text() == text
+
+
+def test_a_record_is_checked_under_python_o_too(coordinator):
+    """Which leaves out assertions."""
+    (coordinator / "sites.toml").write_text("format = 2\n[sites]")
+    code = "import sys, pathlib; from fedhassle.federation.admission import admitted"
+    code += "; print(admitted(pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-O", "-c", code, str(coordinator)]
+    done = subprocess.run(
+        command, env=small.environment(), capture_output=True, text=True, timeout=small.LIMIT, check=False
+    )
+    assert done.returncode == 1 and "its format is not 1" in done.stderr
 
 
 def test_the_folder_is_found_by_its_file(founded, tmp_path):

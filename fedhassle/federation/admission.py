@@ -48,12 +48,11 @@ def read_record(folder: Path) -> Record:
         content = tomllib.loads(path.read_text("utf-8"))
         found = [AdmittedSite(name, site["key"], site["since"]) for name, site in content["sites"].items()]
         expelled = {one["key"]: one["since"] for one in content.get("expelled", [])}
-        assert content["format"] == FORMAT
-        assert all(isinstance(part, str) for site in (*found, *expelled.items()) for part in site)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(
-            f"{path} cannot be read as the record of admitted sites ({error or 'wrong format'})"
-        ) from error
+        require(content["format"] == FORMAT, f"its format is not {FORMAT}")
+        words = [part for site in (*found, *expelled.items()) for part in site]
+        require(all(isinstance(word, str) for word in words), "a key or a time in it is no text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as the record of admitted sites ({error})") from error
     for site in found:
         checked_name(site.name)
         checked_public_key(site.key, f"{path}: the key of {site.name}")
