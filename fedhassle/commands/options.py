@@ -41,9 +41,14 @@ Device = Annotated[str | None, typer.Option(help="Where to train: auto, cpu or c
 def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Requested:
     """What the words and options of a command ask for."""
     config, changes = None, list(words or [])
-    if changes and "=" not in changes[0]:
+    if changes and not is_setting(changes[0]):
         config, *changes = changes
     return request(config, [*changes, *as_changes(data_dir, device)])
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word is KEY=VALUE, and no preset, experiment or file, whose name may hold a = too."""
+    return "=" in word and not word.endswith(".toml")
 
 
 def as_changes(data_dir: Path | None, device: str | None) -> list[str]:
@@ -63,6 +68,6 @@ def split(words: str | None, option: str) -> tuple[str, ...]:
 
 def names_and_changes(words: Sequence[str] | None, rounds: int | None) -> tuple[list[str], list[str]]:
     """Names of experiments, each once, and the settings over theirs."""
-    changes = [word for word in words or () if "=" in word and not word.endswith(".toml")]
+    changes = [word for word in words or () if is_setting(word)]
     names = list(dict.fromkeys(word for word in words or () if word not in changes))
     return names, changes + ([f"rounds={rounds}"] if rounds is not None else [])
