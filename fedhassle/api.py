@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from fedhassle.launch import carry_out, reopen, start, start_several
 from fedhassle.model import TrainedModel, load
-from fedhassle.requested import request
+from fedhassle.requested import combinations, request
 from fedhassle.runs import Folder, Metrics, read_summary
 from fedhassle.together import carry_out_together
 from fedhassle.view import follow, follow_together
@@ -52,10 +51,9 @@ def run_several(
 
     On a GPU they train side by side. An error in one is raised when the others have ended.
     """
-    choices = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
-    names = ["-".join(str(value) for value in chosen.values()) for chosen in choices]
-    requests = [request(config, {**(settings or {}), **chosen}) for chosen in choices]
-    runs = start_several(list(zip(names, requests, strict=True)), None if out is None else Path(out))
+    chosen = combinations(vary.items())
+    requests = [(name, request(config, {**(settings or {}), **dict(pairs)})) for name, pairs in chosen]
+    runs = start_several(requests, None if out is None else Path(out))
     for end in follow_together(carry_out_together(runs), Console(quiet=quiet)):
         if end.error is not None:
             raise end.error

@@ -7,14 +7,16 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fedhassle.errors import UserError
 from fedhassle.names import nearest
+
+T = TypeVar("T")
 
 Settings = dict[str, Any]
 Changes = Sequence[str] | Mapping[str, Any]
@@ -142,15 +144,22 @@ def key_value(change: str) -> tuple[str, Any]:
         raise UserError(f"the value of {key.strip()[:50]!r} cannot be read: {error}") from error
 
 
-def variations(vary: Sequence[str]) -> list[list[str]]:
-    """`KEY=V1,V2` and others like it: every combination, as KEY=VALUE each; without any, one of nothing."""
+def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """`KEY=V1,V2` and others like it: every combination by its name, as KEY=VALUE each."""
     choices = []
     for words in vary:
         key, equals, values = words.partition("=")
         if not equals or not key or not all(value.strip() for value in listed(values)):
             raise UserError(f"{words!r} is no choice: write KEY=V1,V2, such as seed=0,1,2")
-        choices.append([f"{key.strip()}={value.strip()}" for value in listed(values)])
-    return [list(chosen) for chosen in itertools.product(*choices)]
+        choices.append((key.strip(), [value.strip() for value in listed(values)]))
+    return [(name, [f"{key}={value}" for key, value in chosen]) for name, chosen in combinations(choices)]
+
+
+def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, list[tuple[str, T]]]]:
+    """Every combination of values of keys, by a name for its folder; without any choice, one of nothing."""
+    pairs = [[(key, value) for value in values] for key, values in choices]
+    found = [list(chosen) for chosen in itertools.product(*pairs)]
+    return [("-".join(str(value) for _, value in chosen), chosen) for chosen in found]
 
 
 def listed(text: str) -> list[str]:

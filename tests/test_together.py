@@ -17,7 +17,7 @@ from fedhassle.arrays import read_arrays
 from fedhassle.engine import Engine
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.launch import start_several
-from fedhassle.requested import request, variations
+from fedhassle.requested import combinations, request, variations
 from fedhassle.simulator import Simulator
 
 QUICK = ["rounds=2", "method.epochs=1", "evaluate_every=1"]
@@ -36,18 +36,30 @@ def ends(events):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], [[]]),
-        (["seed=0,1"], [["seed=0"], ["seed=1"]]),
-        (["method=a, b", "seed=3"], [["method=a", "seed=3"], ["method=b", "seed=3"]]),
+        ([], [("", [])]),
+        (["seed=0,1"], [("0", ["seed=0"]), ("1", ["seed=1"])]),
+        (["method=a, b", "seed=3"], [("a-3", ["method=a", "seed=3"]), ("b-3", ["method=b", "seed=3"])]),
         (
             ["a={b=1, c=[2, 3]},'x,y'", "d=[1,2],3"],
-            [[f"a={v}", f"d={w}"] for v in ("{b=1, c=[2, 3]}", "'x,y'") for w in ("[1,2]", "3")],
+            [
+                (f"{v}-{w}", [f"a={v}", f"d={w}"])
+                for v in ("{b=1, c=[2, 3]}", "'x,y'")
+                for w in ("[1,2]", "3")
+            ],
         ),
-        (["a=1,2", "b=3,4"], [["a=1", "b=3"], ["a=1", "b=4"], ["a=2", "b=3"], ["a=2", "b=4"]]),
+        (["a=1,2", "b=3,4"], [(f"{v}-{w}", [f"a={v}", f"b={w}"]) for v in (1, 2) for w in (3, 4)]),
+        (["a=1", "a=2"], [("1-2", ["a=1", "a=2"])]),
     ],
 )
 def test_choices_are_combined(words, expected):
     assert variations(words) == expected
+
+
+def test_choices_from_python_are_combined_by_the_same_names():
+    vary = {"seed": [0, 1], "method.lr": [0.5], "split.labels": ["10%"]}
+    assert combinations(vary.items()) == [
+        (f"{seed}-0.5-10%", [("seed", seed), ("method.lr", 0.5), ("split.labels", "10%")]) for seed in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("word", ["seed", "=1,2", "seed=", "seed=0,,1"])

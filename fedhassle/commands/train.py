@@ -46,15 +46,10 @@ def run(
 
         follow_to_the_end(start(requested, out))
         return
-    many = [(name, asked([*(words or []), *more], data_dir, device)) for name, more in named_variations(vary)]
+    many = [(name, asked([*(words or []), *more], data_dir, device)) for name, more in variations(vary)]
     from fedhassle.launch import start_several
 
     follow_all_to_the_end(start_several(many, out))
-
-
-def named_variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Every combination of choices, with a name for its folder."""
-    return [("-".join(word.partition("=")[2] for word in words), words) for words in variations(vary)]
 
 
 def resume(
