@@ -103,6 +103,15 @@ def test_many_points_are_a_line_with_a_band():
     assert "s: 0.00 at 0 to 1.00 at 99." in found.find("desc").text
 
 
+@pytest.mark.parametrize("last", [2, 3, 4, 7])
+def test_there_is_no_half_of_a_round(last):
+    rounds = [str(t) for t in range(1, last + 1)]
+    series = Series("s", tuple(Point(t, 70.0 + t) for t in range(1, last + 1)))
+    found = svg(draw_lines(chart(series)))
+    beneath = [text.text for text in found.iter("text") if text.get("text-anchor") == "middle"][:-2]
+    assert beneath == rounds
+
+
 @pytest.mark.parametrize("value", [0.0, 5.0, -3.0, 1e-9, 1e12])
 def test_equal_values_have_axes_too(value):
     found = svg(draw_lines(chart(Series("s", (Point(1, value), Point(2, value))))))

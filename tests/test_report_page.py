@@ -619,6 +619,65 @@ def test_a_chart_of_losses_has_no_accuracies_in_it():
     assert chart.y_label == "loss" and len(chart.series) == len(one.figures)
 
 
+CURVES = """
+title = "Curves"
+show = "curves"
+rows = ["method"]
+METRICS
+settings = { data = "fmnist-mini", rounds = 4 }
+
+[[axis]]
+name = "method"
+choices = [CHOICES]
+"""
+
+
+def curves_of(folder, methods, metrics=""):
+    """The chart of an own experiment of some methods, all of them run."""
+    choices = ", ".join(f'{{ id = "{name}", set = {{ method = "{name}" }} }}' for name in methods)
+    file = folder / "curves.toml"
+    file.write_text(CURVES.replace("METRICS", metrics).replace("CHOICES", choices))
+    experiment = read_experiment(str(file))
+    its = cells(experiment, Narrowing(seeds=1))
+    for cell in its:
+        scores = ledgers.hassle(0.5) if cell.method == "hassle" else {"model": 0.4}
+        ledgers.put(folder / "l", ledgers.summary(cell, scores))
+    (section,) = content.report({str(file): experiment}, {"curves": its}, Ledger(folder / "l")).sections
+    return by_round(section)
+
+
+def looks(chart):
+    return {series.label: (series.look, series.dashed) for series in chart.series}
+
+
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_every_curve_has_a_look_of_its_own(count, tmp_path):
+    known = ("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle", "sage", "local")
+    found = looks(curves_of(tmp_path, known[:count]))
+    assert list(found) == [*known[:count]] and len(set(found.values())) == count
+    assert len({look for look, _ in found.values()}) == min(count, 8)  # told apart by colour while there are
+
+
+def test_a_method_beside_three_predictions_has_none_of_their_colours(tmp_path):
+    metrics = 'metrics = ["accuracy.SM", "accuracy.UM", "accuracy.EM"]'
+    found = looks(curves_of(tmp_path, ("hassle", "fedavg"), metrics))
+    assert list(found) == ["SM, hassle", "UM, hassle", "EM, hassle", "fedavg"]
+    assert len({look for look, _ in found.values()}) == 4 and not any(dashed for _, dashed in found.values())
+
+
+def test_two_rows_of_the_same_predictions_share_their_colours(tmp_path):
+    for key, cell in by_key("mutual-learning").items():
+        if key.endswith("-0"):
+            ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5)))
+    (section,) = made(tmp_path, "mutual-learning").sections
+    assert looks(by_round(section)) == {
+        "SM, with SUMA": ("c0", False),
+        "UM, with SUMA": ("c1", False),
+        "SM, without SUMA": ("c0", True),
+        "UM, without SUMA": ("c1", True),
+    }
+
+
 # Layout
 
 

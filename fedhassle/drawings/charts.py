@@ -155,9 +155,9 @@ def tick_step(span: float, most: int = 6) -> float:
     return next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= most)
 
 
-def multiples(low: float, high: float) -> list[float]:
-    """The ticks of an axis."""
-    step = tick_step(high - low)
+def multiples(low: float, high: float, least: float = 0.0) -> list[float]:
+    """The ticks of an axis, at least so far apart: there is no half of a round."""
+    step = max(tick_step(high - low), least)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
@@ -211,7 +211,7 @@ def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
     if chart.ticks:
         places = list(enumerate(chart.ticks))
     else:
-        places = [(value, f"{value:g}") for value in multiples(*frame.x)]  # type: ignore[misc]
+        places = [(value, f"{value:g}") for value in multiples(*frame.x, least=1.0)]  # type: ignore[misc]
     for x, label in places:
         yield tag("line", x1=frame.across(x), x2=frame.across(x), y1=base, y2=base + 5, class_="axis")
         yield tick_name(frame.across(x), base + 18, label, frame.tilted)

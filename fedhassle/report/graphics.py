@@ -110,17 +110,24 @@ def shortened(heading: Sequence[str], axes: Sequence[str]) -> str:
 
 
 def by_round(section: Section) -> Chart:
-    """The metrics of an experiment by round, a line for each and for each row."""
-    experiment, results = section.experiment, section.results
-    several = len(results) > 1
-    series = []
-    for i, one in enumerate(results):
-        for j, figure in enumerate(one.figures):
-            if unit(figure.metric) != unit_of(experiment):
-                continue
-            row = " ".join(choice.label for choice in one.choices) if several else ""
-            label = f"{metric_label(figure.metric)} {row}".strip()
-            series.append(curve_series(label, one, figure, colour(j), dashed=i > 0))
+    """The metrics of an experiment by round, a line for each and for each row.
+
+    Each has a colour of its own; where two rows show the same metrics, each metric, and the second is dashed.
+    """
+    experiment = section.experiment
+    shown = [
+        (one, [figure for figure in one.figures if unit(figure.metric) == unit_of(experiment)])
+        for one in section.results
+    ]
+    rows = [[figure.metric for figure in figures] for _, figures in shown]
+    paired = len(rows) == 2 and rows[0] == rows[1] and len(rows[0]) > 1
+    solid = len(rows[0]) if paired else COLOURS
+    series: list[Series] = []
+    for one, figures in shown:
+        for figure in figures:
+            place = len(series)
+            label = curve_label(one, figure.metric, alone=len(rows) == 1)
+            series.append(curve_series(label, one, figure, colour(place % solid), dashed=place >= solid))
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
@@ -128,6 +135,14 @@ def by_round(section: Section) -> Chart:
         y_label=unit_of(experiment).axis,
         series=tuple(series),
     )
+
+
+def curve_label(result: Result, metric: str, alone: bool) -> str:
+    """What a curve is called: its metric, and its row if there are others; a row's headline is the row."""
+    row = " ".join(choice.label for choice in result.choices)
+    if alone:
+        return metric_label(metric)
+    return row if metric == HEADLINE else f"{metric_label(metric)}, {row}"
 
 
 def curve_series(label: str, result: Result, figure: Figure, look: str, dashed: bool = False) -> Series:
