@@ -1,5 +1,6 @@
 """Charts as vector graphics: axes, places, and words for those who cannot see them."""
 
+import itertools
 import math
 import re
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ def chart(*series, **changes):
 
 
 def svg(markup):
-    return ElementTree.fromstring(f"<div>{markup}</div>").find(".//svg")
+    return ElementTree.fromstring(f"<div>{markup}</div>").find(".//svg[@role='img']")
 
 
 def words(element):
@@ -54,12 +55,13 @@ def test_labels_are_moved_apart_and_stay_inside():
 
 def test_a_higher_value_lies_higher_and_a_later_one_further_right():
     series = Series("s", (Point(0, 10), Point(1, 20), Point(2, 15)))
-    found = svg(draw_lines(chart(series, ticks=("a", "b", "c"))))
+    drawn = draw_lines(chart(series, ticks=("a", "b", "c")))
+    found = svg(drawn)
     places = [(float(c.get("cx")), float(c.get("cy"))) for c in found.iter("circle")]
     (x0, y0), (x1, y1), (x2, y2) = places
     assert x0 < x1 < x2 and x1 - x0 == pytest.approx(x2 - x1, abs=0.02)
     assert y1 < y2 < y0 and y0 - y1 == pytest.approx(2 * (y0 - y2), abs=0.02)
-    assert {"a", "b", "c", "10", "20", "s", "x", "%"} <= set(words(found))
+    assert {"a", "b", "c", "10", "20", "x", "%"} <= set(words(found)) and "s</li>" in drawn
 
 
 def test_bars_begin_at_zero_and_their_heights_are_their_values():
@@ -101,6 +103,59 @@ def test_many_points_are_a_line_with_a_band():
     assert not list(found.iter("circle")) and found.find(".//g").get("class") == "series c0 dashed"
     assert "one standard deviation" in caption(chart(series)) and "the paper's" in caption(chart(series))
     assert "s: 0.00 at 0 to 1.00 at 99." in found.find("desc").text
+
+
+def test_nothing_is_drawn_over_columns_that_have_no_point():
+    """No line leads from a point across the plot to its name: it would look like results."""
+    series = [Series(name, (Point(0, y, 1.0),)) for name, y in (("SM", 60.0), ("UM", 61.0))]
+    drawn = draw_lines(chart(*series, ticks=("a", "b", "c")))
+    found = svg(drawn)
+    places = [line for line in found.iter("line") if line.get("class") == "whisker"]
+    assert len(places) == 2 and not found.findall(".//path[@class='line']") and "lead" not in drawn
+    assert all(float(line.get("x1")) < 280 for line in places)  # in the first third
+    assert drawn.index("SM</li>") < drawn.index("UM</li>") < drawn.index('role="img"')  # named above it
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_points_and_spreads_of_a_column_lie_beside_each_other(count):
+    series = [Series(str(i), (Point(1, 60.0, 3.0),), (Point(1, 61.0),), f"c{i}") for i in range(count)]
+    found = svg(draw_lines(chart(*series, ticks=tuple("abcdef"))))
+    whiskers = [group.find("line[@class='whisker']") for group in found.iter("g")]
+    places = [float(one.get("x1")) for one in whiskers]
+    (middle,) = [float(text.get("x")) for text in found.iter("text") if text.text == "b"]
+    column = (680 - 8 - 56) / 6
+    assert places == sorted(set(places)) and sum(places) / count == pytest.approx(middle, abs=0.02)
+    assert min(b - a for a, b in itertools.pairwise(places)) > 4
+    assert places[-1] - places[0] < 0.6 * column  # nearer to their own column than to the next
+
+
+def numbers(found):
+    """The numbers beside the axis on the left."""
+    return [float(text.text) for text in found.iter("text") if text.get("text-anchor") == "end"]
+
+
+@pytest.mark.parametrize("draw", [draw_lines, draw_bars])
+def test_an_empty_chart_has_the_axis_of_what_it_will_show(draw):
+    found = svg(draw(chart(Series("s", ()), ticks=("a",), limits=(0.0, 100.0))))
+    assert numbers(found) == [0, 20, 40, 60, 80, 100]
+
+
+@pytest.mark.parametrize("ticks", [(), ("a", "b", "c")])
+def test_a_spread_does_not_reach_where_no_value_can_be(ticks):
+    losses = (Point(0, 3.0, 0.2), Point(1, 0.3, 0.5), Point(2, 0.2, 0.1))
+    assert min(numbers(svg(draw_lines(chart(Series("s", losses), ticks=ticks))))) < 0
+    found = svg(draw_lines(chart(Series("s", losses), ticks=ticks, limits=(0.0, math.inf))))
+    assert min(numbers(found)) == 0
+    (base,) = {float(line.get("y1")) for line in found.iter("line") if line.get("class") == "axis"}
+    lows = [float(line.get("y1")) for line in found.iter("line") if line.get("class") == "whisker"]
+    lows += [
+        float(y)
+        for band in found.findall(".//path[@class='band']")
+        for y in re.findall(r",([\d.]+)", band.get("d"))
+    ]
+    assert lows and max(lows) <= base + 0.05
+    below = svg(draw_lines(chart(Series("s", (Point(0, -2.0), Point(1, 1.0))), limits=(0.0, math.inf))))
+    assert min(numbers(below)) <= -2  # what was measured is shown, whatever it should be
 
 
 @pytest.mark.parametrize("last", [2, 3, 4, 7])

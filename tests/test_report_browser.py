@@ -53,6 +53,9 @@ CONTRAST = """(() => {
   return [...bad];
 })()"""
 
+WHISKERS = """[...document.querySelectorAll('.series .whisker')].map(whisker =>
+  getComputedStyle(whisker).stroke === getComputedStyle(whisker.parentElement.lastElementChild).fill)"""
+
 
 @pytest.fixture(scope="module")
 def tab():
@@ -90,6 +93,12 @@ def test_it_renders_and_nothing_overflows(tab, report, width, dark):
     assert found["out"] == [] and found["page"] == found["wide"] == width
     assert tab.run(OUTSIDE) == []
     assert tab.run(CONTRAST) == []
+
+
+def test_a_spread_has_the_colour_of_its_series(tab, report):
+    tab.show(report)
+    found = tab.run(WHISKERS)
+    assert all(found) and (len(found) > 20) == (report.parent.name.startswith("whole"))
 
 
 def test_dark_is_dark(tab, report):

@@ -15,7 +15,7 @@ from small import call
 from fedhassle.report import content
 from fedhassle.report.content import MISSING, OTHER, PARTIAL
 from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, WITHIN, findings
-from fedhassle.report.graphics import by_round, default_split
+from fedhassle.report.graphics import by_round, default_split, over_columns
 from fedhassle.report.grid import grid
 from fedhassle.report.page import difference, letters, page
 from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
@@ -676,6 +676,25 @@ def test_two_rows_of_the_same_predictions_share_their_colours(tmp_path):
         "SM, without SUMA": ("c0", True),
         "UM, without SUMA": ("c1", True),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("unlabelled-clients", (0, 100)),
+        ("annotation", (0, 100)),
+        ("mutual-learning", (0, 100)),
+        ("training-loss", (0, math.inf)),
+    ],
+)
+def test_the_axis_of_a_figure_ends_where_its_values_do(name, limits, tmp_path):
+    (section,) = made(tmp_path, name).sections
+    chart = (
+        by_round(section)
+        if section.experiment.show == "curves"
+        else over_columns(section, grid(section), False)
+    )
+    assert chart.limits == limits
 
 
 # Layout

@@ -16,6 +16,7 @@ LEFT, TOP, BOTTOM = 56.0, 16.0, 52.0
 TILTED = 46.0  # how much more room names need beneath the axis where they have to be tilted
 LETTER, BOLD = 7.4, 9.5  # the width of a letter, generously; the true one depends on the reader's fonts
 APART = 16.0  # the least distance between labels
+BESIDE = 8.0  # how far points of one column lie apart, where there is room
 MARKS = ("circle", "square", "triangle", "diamond")
 
 
@@ -46,7 +47,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Series on common axes. `ticks`: names of the places 0, 1, … where the axis has no numbers."""
+    """Series on common axes. `ticks`: names of the places 0, 1, … where the axis has no numbers.
+
+    `limits`: what a value can be at least and at most; a spread is not drawn beyond it.
+    """
 
     id: str  # of the element, its own on the page
     title: str
@@ -55,6 +59,7 @@ class Chart:
     series: tuple[Series, ...]
     ticks: tuple[str, ...] = ()
     from_zero: bool = False
+    limits: tuple[float, float] = (-math.inf, math.inf)
 
 
 class Frame(NamedTuple):
@@ -104,13 +109,19 @@ def caption(chart: Chart) -> str:
 
 
 def draw_lines(chart: Chart) -> Markup:
-    """A line for each series, named at its end; with few points also marks and the spread at each of them."""
+    """A line for each series: over columns with marks and spreads, by round with its name at its end."""
     chart = drawable(chart)
+    if chart.ticks:
+        frame = framed(chart, WIDTH - 8)
+        places = enumerate(side_by_side(chart.series, len(chart.ticks), frame))
+        drawn = [line(series, i, frame, few=True) for i, series in places]
+        return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=True))
     labels = [series.label for series in chart.series if series.points or series.paper]
     right = WIDTH - 22 - BOLD * max(map(len, labels), default=0)
     frame = framed(chart, max(right, WIDTH / 2))
-    drawn = [line(series, i, frame, bool(chart.ticks)) for i, series in enumerate(chart.series)]
-    return picture(chart, frame, *drawn, *end_labels(chart.series, frame))
+    drawn = [line(series, i, frame, few=False) for i, series in enumerate(chart.series)]
+    drawn += end_labels(chart.series, frame)
+    return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=False))
 
 
 def draw_bars(chart: Chart) -> Markup:
@@ -129,13 +140,36 @@ def draw_bars(chart: Chart) -> Markup:
     return picture(chart, frame, *drawn, legend=legend(chart.series))
 
 
+def side_by_side(series: Sequence[Series], columns: int, frame: Frame) -> list[Series]:
+    """Series over columns, moved a little so that their spreads do not lie on each other."""
+    column = (frame.right - LEFT) / columns
+    step = min(BESIDE / column, 0.6 / max(len(series), 1))
+    moved = []
+    for i, one in enumerate(series):
+        shift = (i - (len(series) - 1) / 2) * step
+        points, paper = (
+            tuple(point._replace(x=point.x + shift) for point in points) for points in (one.points, one.paper)
+        )
+        moved.append(replace(one, points=points, paper=paper))
+    return moved
+
+
+def extent(points: Sequence[Point], limits: tuple[float, float]) -> tuple[float, float]:
+    """The lowest and the highest of all points and of their spreads, as far as a value can be there."""
+    least, most = limits
+    if not points:
+        return least if math.isfinite(least) else 0.0, most if math.isfinite(most) else 1.0
+    spreads = [point.y + sign * (point.std or 0.0) for point in points for sign in (-1, 1)]
+    values = [*(min(max(y, least), most) for y in spreads), *(point.y for point in points)]
+    return min(values), max(values)
+
+
 def framed(chart: Chart, right: float) -> Frame:
     """The axes that show every point, with some room around them."""
     points = [point for series in chart.series for point in (*series.points, *series.paper)]
-    edges = [point.y + sign * (point.std or 0.0) for point in points for sign in (-1, 1)]
+    low, high = extent(points, chart.limits)
     if chart.from_zero:
-        edges.append(0.0)
-    low, high = min(edges, default=0.0), max(edges, default=1.0)
+        low, high = min(low, 0.0), max(high, 0.0)
     step = tick_step(high - low or abs(high) or 1.0)
     bottom = 0.0 if chart.from_zero else math.floor(low / step) * step
     top = max(math.ceil(high / step), round(bottom / step) + 1) * step
@@ -262,9 +296,10 @@ def band(points: Sequence[Point], frame: Frame) -> str:
 
 
 def whisker(point: Point, frame: Frame, shift: float = 0.0) -> Markup:
-    """One standard deviation up and down."""
-    x, std = frame.across(point.x + shift), point.std or 0.0
-    return tag("line", x1=x, x2=x, y1=frame.up(point.y - std), y2=frame.up(point.y + std), class_="whisker")
+    """One standard deviation up and down, kept within the axes."""
+    (low, high), x, std = frame.y, frame.across(point.x + shift), point.std or 0.0
+    ends = max(point.y - std, low), min(point.y + std, high)
+    return tag("line", x1=x, x2=x, y1=frame.up(ends[0]), y2=frame.up(ends[1]), class_="whisker")
 
 
 def mark(x: float, y: float, place: int) -> Markup:
@@ -303,11 +338,24 @@ def bar(point: Point, shift: float, width: float, series: Series, frame: Frame) 
 
 def legend(series: Sequence[Series]) -> Markup:
     """The names of series beside their colours; in HTML, where it wraps."""
-    keys = [
-        tag("li", tag("span", class_=f"key {one.look}"), one.label + ("" if one.points else " (not run)"))
-        for one in series
-    ]
+    keys = [tag("li", tag("span", class_=f"key {one.look}"), named(one)) for one in series]
     return tag("ul", *keys, class_="legend")
+
+
+def line_legend(series: Sequence[Series], marks: bool) -> Markup:
+    """The names of lines beside a piece of each; without marks lines have their names at their ends too."""
+    keys = []
+    for i, one in enumerate(series):
+        piece = [tag("path", d=path([(0, 6), (28, 6)]), class_="line"), *([mark(14, 6, i)] if marks else [])]
+        size = {"view_box": "0 0 28 12", "width": 28, "height": 12}
+        look = f"series {one.look}" + " dashed" * one.dashed
+        keys.append(tag("li", tag("svg", *piece, **size, class_=look, aria_hidden="true"), named(one)))
+    return tag("ul", *keys, class_="legend" if marks else "legend narrow")
+
+
+def named(series: Series) -> str:
+    """The name of a series, and whether there is nothing of it."""
+    return series.label if series.points else f"{series.label} (not run)"
 
 
 def end_labels(series: Sequence[Series], frame: Frame) -> Iterator[Markup]:

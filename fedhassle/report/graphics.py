@@ -101,6 +101,7 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
         ),
         ticks=ticks,
         from_zero=from_zero,
+        limits=unit_of(experiment).limits,
     )
 
 
@@ -134,6 +135,7 @@ def by_round(section: Section) -> Chart:
         x_label="round",
         y_label=unit_of(experiment).axis,
         series=tuple(series),
+        limits=unit_of(experiment).limits,
     )
 
 
@@ -184,8 +186,8 @@ def accuracy_by_round(section: Section) -> list[Drawing]:
             for place, one in placed
         )
         title = "Accuracy by round" + (f": {', '.join(column)}" if column else "")
-        chart = Chart(f"rounds-{experiment.name}-{number}", title, "round", PERCENT.axis, series)
-        charts.append(lines(chart))
+        name = f"rounds-{experiment.name}-{number}"
+        charts.append(lines(Chart(name, title, "round", PERCENT.axis, series, limits=PERCENT.limits)))
     return charts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,12 @@ class Unit(NamedTuple):
     axis: str  # what an axis says that it is drawn on
     scale: float  # how many of it make one of what runs measure
     decimals: int
+    most: float = math.inf  # that a value can be
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Between which values lie: none of what is measured is below zero."""
+        return 0.0, self.most
 
     def of(self, value: float) -> float:
         """A value in this unit."""
@@ -38,7 +45,7 @@ class Unit(NamedTuple):
         return Spread(self.of(value.mean), None if value.std is None else self.of(value.std))
 
 
-PERCENT = Unit("%", "accuracy (%)", 100.0, 2)
+PERCENT = Unit("%", "accuracy (%)", 100.0, 2, most=100.0)
 MEGABYTES = Unit("MB", "MB", 1e-6, 3)
 PLAIN = Unit("", "loss", 1.0, 3)
 
