@@ -96,6 +96,17 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
     return datasets.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 
 
+def build_divisible(settings: Settings) -> Dataset:
+    """What a split needs of the data: of a named set no images, but for a file that says who holds which."""
+    data, entry = settings.data, datasets.CATALOGUE.get(settings.data.name)
+    if entry is None or (settings.split.file is not None and not entry.sources):
+        return build_dataset(settings)
+    if settings.split.file is not None:
+        raise UserError(f"split.file names images of {entry.name}, which are not at hand")
+    dataset = datasets.without_pixels(entry)
+    return datasets.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+
+
 def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
     """One number for each channel; a whole number of 400 digits has become infinite by now."""
     if len(values) != channels or not all(math.isfinite(value) for value in values):

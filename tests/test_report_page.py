@@ -9,17 +9,23 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import ledgers
+import numpy as np
 import pytest
 from small import call
 
+from fedhassle.build import build_dataset, build_split
+from fedhassle.config import resolve
+from fedhassle.data import partition
+from fedhassle.launch import holdings
 from fedhassle.report import content
 from fedhassle.report.content import MISSING, OTHER, PARTIAL
 from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, WITHIN, findings
-from fedhassle.report.graphics import by_round, default_split, over_columns
+from fedhassle.report.graphics import by_round, draw_holdings, over_columns, shared_split, splits
 from fedhassle.report.grid import grid
 from fedhassle.report.page import difference, letters, page
 from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
+from fedhassle.requested import request
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -720,11 +726,85 @@ def test_references_come_last(ledger):
 
 def test_the_split_is_that_of_the_paper():
     """1 full, 9 partial and 10 unlabelled clients of 2,500 images each; a tenth of all labelled."""
-    described, caption = default_split()
-    assert caption.startswith("CIFAR-10, 10 % labelled, ")
+    (section,) = made(RESULTS, "ablation").sections
+    described, caption = draw_holdings(shared_split([splits(section)]), "split")
+    assert caption.startswith("CIFAR-10; clients: 1 full, 9 partial, 10 unlabelled; 5,000 of 50,000 images")
     assert "1 full: 2,500 labelled and 0 unlabelled" in described
     assert "9 partial: 2,500 labelled and 20,000 unlabelled" in described
     assert "10 unlabelled: 0 labelled and 25,000 unlabelled" in described
+
+
+def pictures(text):
+    """The titles of the dot pictures on a page, each with the section that it is in."""
+    sections = ElementTree.fromstring(text).iter("section")
+    return [
+        (section.get("id"), svg.find("title").text)
+        for section in sections
+        for svg in section.iter("svg")
+        if svg.get("class") == "chart split"
+    ]
+
+
+def test_the_splits_of_the_chosen_experiments_are_drawn(tmp_path):
+    """What experiments share above them, and what is one's own with it."""
+    found = pictures(page(made(tmp_path, "annotation", "ablation")))
+    clients = "1 full, 9 partial, 10 unlabelled; 5,000 of 50,000 images labelled; α = 0.1, seed 0"
+    assert found[0] == ("split", f"CIFAR-10; clients: {clients}")
+    assert [title.partition("; 5,000")[0] for _, title in found[1:]] == [
+        "PL: CIFAR-10; clients: 20 partial",
+        "LPL: CIFAR-10; clients: 1 full, 19 partial",
+        "UPL: CIFAR-10; clients: 10 partial, 10 unlabelled",
+        "LU: CIFAR-10; clients: 2 full, 18 unlabelled",
+    ]
+    assert {section for section, _ in found[1:]} == {"annotation"}
+    alone = pictures(page(made(tmp_path, "annotation")))
+    assert [title.partition(":")[0] for _, title in alone] == ["PL", "LPL", "UPL", "LU", "ALL"]
+
+
+def test_what_has_too_many_classes_to_be_drawn_is_named(tmp_path):
+    text = page(made(tmp_path, "table1"))
+    assert len(pictures(text)) == 6 and "more than 20 classes: CIFAR-100, 5 %; CIFAR-100, 10 %; CIFAR" in text
+
+
+def test_a_page_of_ones_own_has_its_own_title_and_split(tmp_path):
+    curves_of(tmp_path, ("hassle", "fedavg"))
+    for suffix in ("html", "md"):
+        words = (tmp_path / "curves.toml", "--seeds", 1, "--results", tmp_path / "l")
+        assert call("report", *words, "-o", tmp_path / f"r.{suffix}")[0] == 0
+    text, markdown = ((tmp_path / f"r.{suffix}").read_text("utf-8") for suffix in ("html", "md"))
+    assert "<h1>Curves</h1>" in text and "<title>fedhassle: Curves</title>" in text
+    assert "\n# Curves\n" in markdown
+    assert "made again" not in text + markdown and "beside the paper's" not in text
+    (found,) = pictures(text)
+    assert found[0] == "split" and found[1].startswith(
+        "a fifth of Fashion-MNIST; clients: 1 full, 9 partial, 10 unlabelled;"
+    )
+    assert "Ankle boot" in text and "airplane" not in text
+
+
+def settings_over(*changes):
+    return request("paper", changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [(), ("data.holdout=0.13", "seed=2"), ("split.kind=dirichlet", "split.ratio=2.0")]
+)
+def test_who_holds_what_is_known_without_the_images(changes):
+    requested = settings_over("data=fmnist-mini", *changes)
+    settings = resolve(requested)
+    dataset = build_dataset(settings)
+    expected = partition.table(build_split(settings, dataset), dataset.y_train, dataset.classes)
+    assert list(holdings(requested).clients) == expected
+
+
+def test_a_split_that_cannot_be_known_is_left_out(tmp_path):
+    saved = tmp_path / "split.npz"
+    partition.split(np.repeat(np.arange(10), 1200)).save(saved)
+    assert (
+        holdings(settings_over("data=cifar10", f"split.file={saved}")) is None
+    )  # of images that are not here
+    assert holdings(settings_over("data=fmnist-mini", f"split.file={saved}")).mixing == "split.npz"
+    assert holdings(settings_over("data=cifar10", "split.clients=7", "split.labels=PL")) is None
 
 
 def test_there_are_enough_letters():

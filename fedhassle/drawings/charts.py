@@ -347,9 +347,16 @@ def line_legend(series: Sequence[Series], marks: bool) -> Markup:
     keys = []
     for i, one in enumerate(series):
         piece = [tag("path", d=path([(0, 6), (28, 6)]), class_="line"), *([mark(14, 6, i)] if marks else [])]
-        size = {"view_box": "0 0 28 12", "width": 28, "height": 12}
-        look = f"series {one.look}" + " dashed" * one.dashed
-        keys.append(tag("li", tag("svg", *piece, **size, class_=look, aria_hidden="true"), named(one)))
+        key = tag(
+            "svg",
+            *piece,
+            view_box="0 0 28 12",
+            width=28,
+            height=12,
+            class_=f"series {one.look}" + " dashed" * one.dashed,
+            aria_hidden="true",
+        )
+        keys.append(tag("li", key, named(one)))
     return tag("ul", *keys, class_="legend" if marks else "legend narrow")
 
 

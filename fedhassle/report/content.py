@@ -49,6 +49,7 @@ class Result:
     figures: tuple[Figure, ...]
     headline: Figure  # the accuracy that stands for its method
     seeds: tuple[int, ...]  # that are wanted
+    requested: Requested  # the settings of its first seed
     curves: Mapping[str, Curve]  # by metric
     early: Mapping[str, Mapping[int, float]]  # by metric, then by seed: the mean of the first evaluations
     runs: tuple[Made, ...]
@@ -110,6 +111,19 @@ class Report:
     done: int
     skipped: tuple[str, ...]  # files of the ledger that do not count, and why
 
+    @property
+    def of_paper(self) -> bool:
+        """Whether there is something of the paper's in it."""
+        return any(section.paper is not None for section in self.sections)
+
+    @property
+    def title(self) -> str:
+        """What stands above it."""
+        if self.of_paper:
+            return "The paper's tables and figures, made again"
+        first, *others = (section.experiment.title for section in self.sections)
+        return first if not others else f"{len(self.sections)} experiments"
+
 
 def report(
     chosen: Mapping[str, Experiment],
@@ -163,6 +177,7 @@ def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known:
         figures=figures,
         headline=headline,
         seeds=tuple(cell.seed for cell in seeds),
+        requested=seeds[0].requested,
         curves={metric: curve_of([dict(curve(run, metric)) for run in found]) for metric in metrics},
         early={metric: by_seed(found, metric, early) for metric in metrics},
         runs=runs,

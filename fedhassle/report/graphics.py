@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from fedhassle.data import datasets, partition
+from fedhassle.data.datasets import CATALOGUE
 from fedhassle.drawings.charts import (
     COLOURS,
     Chart,
@@ -21,14 +21,14 @@ from fedhassle.drawings.charts import (
 from fedhassle.drawings.dots_svg import draw_split_svg
 from fedhassle.drawings.markup import Markup
 from fedhassle.groups import Curve
+from fedhassle.launch import Holdings, holdings
 from fedhassle.report.content import OTHER, Result, Section
-from fedhassle.report.grid import Entry, Grid, picked
-from fedhassle.reproduce.experiment import Experiment
+from fedhassle.report.grid import Entry, Grid, heading, picked
+from fedhassle.reproduce.experiment import Choice, Experiment
 from fedhassle.reproduce.figures import MEGABYTES, PERCENT, Figure, Unit, unit
 from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.text import metric_label
-
-DEFAULT_DATA = "cifar10"  # of all experiments but the two large tables
+from fedhassle.requested import flat, layer
 
 
 class Drawing(NamedTuple):
@@ -89,7 +89,7 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
     experiment = section.experiment
     axes = {axis.name: axis for axis in experiment.axes}
     columns = [axes[name] for name in experiment.columns]
-    ticks = tuple(shortened(heading, [axis.label for axis in columns]) for heading in grid.headings)
+    ticks = tuple(shortened(names, [axis.label for axis in columns]) for names in grid.headings)
     rows = [line for line in grid.lines if unit(line.metric or HEADLINE) == unit_of(experiment)]
     return Chart(
         id=f"figure-{experiment.name}",
@@ -105,9 +105,9 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
     )
 
 
-def shortened(heading: Sequence[str], axes: Sequence[str]) -> str:
+def shortened(names: Sequence[str], axes: Sequence[str]) -> str:
     """A heading beneath an axis that has its name already."""
-    return ", ".join(word.removeprefix(f"{axis} = ") for word, axis in zip(heading, axes, strict=True))
+    return ", ".join(word.removeprefix(f"{axis} = ") for word, axis in zip(names, axes, strict=True))
 
 
 def by_round(section: Section) -> Chart:
@@ -226,15 +226,44 @@ def bytes_charts(section: Section) -> list[Chart]:
     return [chart for chart in charts if chart.series]
 
 
-def default_split() -> Drawing:
-    """The dot picture of the split of the paper's default setting.
+def splits(section: Section) -> dict[str, Holdings]:
+    """The splits of an experiment that are known, by the choices that make them."""
+    found: dict[str, Holdings | None] = {}
+    for one in section.results:
+        pairs = zip(section.experiment.axes, one.choices, strict=True)
+        named = ", ".join(heading(axis.label, choice) for axis, choice in pairs if divides(choice))
+        if named not in found:
+            found[named] = holdings(one.requested)
+    return {named: held for named, held in found.items() if held is not None}
 
-    How many images of each class a client holds depends on the sizes of the classes alone, and in the named
-    data sets those are equal: no images are needed.
-    """
-    entry = datasets.CATALOGUE[DEFAULT_DATA]
-    y = np.repeat(np.arange(entry.classes), entry.images[0] // entry.classes)
-    rows = partition.table(partition.split(y), y, entry.classes)
-    title = f"{entry.description.partition(':')[0]}, 10 % labelled, α = 0.1, seed 0"
+
+def divides(choice: Choice) -> bool:
+    """Whether a choice says what is divided, or how."""
+    return any(key.startswith(("data.", "split.")) for key, _ in flat(layer(choice.changes)))
+
+
+def shared_split(every: Sequence[Mapping[str, Holdings]]) -> Holdings | None:
+    """The split that most experiments have, by the splits of each; None where each has splits of its own."""
+    counts = Counter(held for its in every for held in set(its.values()))
+    if not counts:
+        return None
+    held, count = counts.most_common(1)[0]
+    return held if count > 1 or len(counts) == 1 else None
+
+
+def draw_holdings(held: Holdings, id_: str, named: str = "") -> Drawing:
+    """The dot picture of a split, with the choices that make it."""
+    kinds = Counter(row.kind for row in held.clients)
+    clients = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    labelled = sum(row.labelled for row in held.clients)
+    images = labelled + sum(row.unlabelled for row in held.clients)
+    parts = (called(held.data), f"clients: {clients}", f"{labelled:,} of {images:,} images labelled")
+    title = (f"{named}: " if named else "") + "; ".join((*parts, held.mixing))
     words = f"{title}. The larger a dot, the more images of a class a client holds."
-    return Drawing(draw_split_svg(rows, "split", title, entry.class_names), words)
+    return Drawing(draw_split_svg(held.clients, id_, title, held.class_names), words)
+
+
+def called(data: str) -> str:
+    """What people call a data set; a user's own by its file."""
+    entry = CATALOGUE.get(data)
+    return data if entry is None else re.split("[:,]", entry.description)[0]

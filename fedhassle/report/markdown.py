@@ -19,7 +19,7 @@ SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
 
 def markdown(report: Report) -> str:
     """The whole report."""
-    parts = [OWN, "# The paper's tables and figures, made again"]
+    parts = [OWN, f"# {escaped(report.title)}"]
     parts.append(f"{report.done:,} of {report.runs:,} runs are done. {HOW_TO_READ}")
     every = findings(report)
     if every:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
+from fedhassle.drawings.dots import MOST_NAMES
 from fedhassle.drawings.markup import Markup, joined, tag
 from fedhassle.groups import spread
+from fedhassle.launch import Holdings
 from fedhassle.report.content import MISSING, OTHER, Report, Result, Section
 from fedhassle.report.findings import (
     CONFIRMED,
@@ -21,7 +23,14 @@ from fedhassle.report.findings import (
     Side,
     findings,
 )
-from fedhassle.report.graphics import Drawing, accuracy_by_round, default_split, drawn
+from fedhassle.report.graphics import (
+    Drawing,
+    accuracy_by_round,
+    draw_holdings,
+    drawn,
+    shared_split,
+    splits,
+)
 from fedhassle.report.grid import Entry, Grid, Line, grid
 from fedhassle.report.wording import (
     HOW_TO_READ,
@@ -38,7 +47,6 @@ from fedhassle.report.wording import (
 from fedhassle.reproduce.text import changed_settings
 from fedhassle.version import package_version
 
-TITLE = "The paper's tables and figures, made again"
 MARKS = {CONFIRMED: "✓", WITHIN: "≈", SO_FAR: "○", IN_PART: "~", NOT: "✗", UNKNOWN: "…"}
 LOOKS = {
     **{CONFIRMED: "yes", WITHIN: "part", SO_FAR: "sofar", IN_PART: "part", NOT: "no", UNKNOWN: "unknown"},
@@ -47,17 +55,22 @@ LOOKS = {
 Environments = dict[tuple[str, str], str]
 """A letter for each machine and set of versions."""
 
+Splits = Mapping[str, Holdings]
+"""Who holds what in an experiment, by the choices that make it so."""
+
 
 def page(report: Report) -> str:
     """The whole page."""
     environments = lettered(report)
+    every = {one.experiment.name: splits(one) for one in report.sections}
+    shared = shared_split(list(every.values()))
     style = resources.files("fedhassle").joinpath("report", "style.css").read_text("utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"fedhassle: {TITLE[0].lower()}{TITLE[1:]}"),
+        tag("title", f"fedhassle: {report.title}"),
         tag("style", Markup(style)),
     )
     body = tag(
@@ -69,8 +82,8 @@ def page(report: Report) -> str:
             contents(report),
             *found(report),
             how_to_read(),
-            who_holds_what(),
-            *(section_of(one, environments) for one in report.sections),
+            who_holds_what(shared),
+            *(section_of(one, environments, every[one.experiment.name], shared) for one in report.sections),
             made_with(environments),
             left_out(report),
             id="results",
@@ -108,12 +121,14 @@ def header(report: Report) -> Markup:
     about = (
         "Federated semi-supervised learning with annotation heterogeneity (Shang et al., arXiv 2303.02445): "
         "HASSLE with SUMA and its rivals, our figures beside the paper's."
+        if report.of_paper
+        else "Federated semi-supervised learning: what came of our own experiments."
     )
     changed = dict.fromkeys(itertools.chain(*(one.changes for one in report.sections)))
     return tag(
         "header",
         tag("p", "fedhassle", class_="brand"),
-        tag("h1", TITLE),
+        tag("h1", report.title),
         tag("p", about, class_="lead"),
         *([tag("p", tag("strong", f"Changed settings: {' '.join(changed)}."))] if changed else []),
         tag("dl", *tiles, class_="tiles"),
@@ -257,12 +272,28 @@ def how_to_read() -> Markup:
     )
 
 
-def who_holds_what() -> Markup:
-    """The dot picture of the default split."""
-    return tag("section", tag("h2", "Who holds what"), figure_of(default_split()), id="split")
+def who_holds_what(shared: Holdings | None) -> Markup:
+    """The dot picture of the split that experiments share."""
+    if shared is None:
+        return Markup("")
+    picture = figure_of(draw_holdings(shared, "split-shared"))
+    return tag("section", tag("h2", "Who holds what"), picture, id="split")
 
 
-def section_of(section: Section, environments: Environments) -> Markup:
+def splits_of(name: str, its: Splits) -> list[Markup]:
+    """The dot pictures of an experiment's own splits; of many classes they would be rows without names."""
+    drawable = {words: held for words, held in its.items() if len(held.class_names) <= MOST_NAMES}
+    figures = [
+        figure_of(draw_holdings(held, f"split-{name}-{i}", words))
+        for i, (words, held) in enumerate(drawable.items())
+    ]
+    rest = [words for words in its if words not in drawable]
+    note = [tag("p", f"Not drawn, with more than {MOST_NAMES} classes: {'; '.join(rest)}.")] if rest else []
+    grid_of = tag("div", *figures, class_="splits")
+    return [tag("details", tag("summary", "Who holds what"), grid_of, *note)] if figures else []
+
+
+def section_of(section: Section, environments: Environments, its: Splits, shared: Holdings | None) -> Markup:
     """An experiment: what it is, its figure, its table, and how they were made."""
     experiment, made = section.experiment, grid(section)
     says = () if section.paper is None else section.paper.says
@@ -279,6 +310,7 @@ def section_of(section: Section, environments: Environments) -> Markup:
         *(figure_of(one) for one in drawn(section, made)),
         table_of(made, experiment.title),
         *rounds_of(section),
+        *splits_of(experiment.name, {words: held for words, held in its.items() if held != shared}),
         provenance(section, environments),
     ]
     return tag("section", *parts, id=experiment.name, class_="experiment")
