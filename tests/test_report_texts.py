@@ -96,7 +96,7 @@ def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
     text, table = markdown.block(section), latex.table(section)
     assert "**71.00** ± 1.00 <sub>best on seed 1</sub> (67.79)" in text
     assert f"{BOLD}, on the seeds that all there have." in text and BOLD in table
-    assert r"\textbf{71.00} $\pm$ 1.00 (67.79, +3.21)" in table
+    assert r"\textbf{71.00} $\pm$ 1.00 \\" in table and "(67.79, +3.21)" in table
     (alone,) = made(ledger, "ablation").sections
     assert "Bold" not in markdown.block(alone) + latex.table(alone)
 
@@ -217,11 +217,15 @@ def test_a_table_in_latex(ledger):
     (section,) = made(ledger, "ablation").sections
     lines = latex.table(section).splitlines()
     assert r"\begin{tabular}{llrrr}" in lines and r"GRA & MPA & SM & UM & EM \\" in lines
-    whole = r"69.00 (66.34, +2.66) & 70.00 (67.14, +2.86) & 71.00 (67.79, +3.21)"
-    expected = re.sub(r"(\d+\.00) ", r"\1 $\\pm$ 1.00 ", whole)
-    assert rf"$\surd$ & $\surd$ & {expected} \\" in lines
-    assert any("90.00* (64.54)" in line for line in lines)  # not compared, but marked
-    assert any("65.43* (66.47, $-$1.04)" in line for line in lines)
+    whole = " & ".join(rf"{value}.00 $\pm$ 1.00" for value in (69, 70, 71))
+    place = lines.index(rf"$\surd$ & $\surd$ & {whole} \\")
+    small = r"\scriptsize"
+    assert lines[place + 1] == (
+        rf" &  & {small}(66.34, +2.66) & {small}(67.14, +2.86) & {small}(67.79, +3.21) \\"
+    )
+    place = lines.index(r"$\surd$ & $\times$ & 88.00* & 89.00* & 90.00* \\")
+    assert lines[place + 1].endswith(rf"{small}(64.54) \\")  # not compared, but marked
+    assert any(line.endswith(rf"{small}(66.47, $-$1.04) \\") for line in lines)
 
 
 def test_every_row_in_latex_has_every_column(ledger):
@@ -233,7 +237,34 @@ def test_every_row_in_latex_has_every_column(ledger):
             cells = re.split(r"(?<!\\)&", line)
             spans = [int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
             assert len(cells) + sum(spans) == columns, line
-    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == len(experiments())
+    floats = re.findall(r"\\begin\{(table\*?)\}.*?\\end\{(table\*?)\}", text, re.DOTALL)
+    assert len(floats) == len(experiments()) and all(begun == ended for begun, ended in floats)
+
+
+def test_no_table_in_latex_is_wider_than_the_text(ledger):
+    """Each shrinks to the line if it has to; one that would shrink much takes both columns of a page."""
+    tables = latex.latex(made(ledger)).split(r"\begin{table")[1:]
+    fitting = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%" + "\n" + r"\begin{tabular}"
+    for table in tables:
+        columns = len(re.search(r"\\begin\{tabular\}\{(l*r*)\}", table)[1])
+        assert fitting in table and r"\end{tabular}}" in table
+        assert table.startswith("*}") == (columns >= 6)
+        for line in table.splitlines():  # our figure and the paper's are not in one line
+            assert not ("scriptsize" in line and re.search(r"\d\.\d\d(\}| \$\\pm|\*| &)", line.split("(")[0]))
+
+
+@pytest.mark.parametrize(
+    ("heading", "shown"),
+    [
+        ("MB up, full", "MB up, full"),
+        ("MB down, unlabelled", r"\shortstack[r]{MB down,\\{}unlabelled}"),
+        ("unlabelled clients = 5", r"\shortstack[r]{unlabelled clients\\{}= 5}"),
+        ("an option, [x] of a line", r"\shortstack[r]{an option,\\{}[x] of a line}"),
+        ("a word too long_for it", r"a word too long\_for it"),
+    ],
+)
+def test_long_headings_in_latex_have_two_lines(heading, shown):
+    assert latex.stacked(heading) == shown
 
 
 NASTY = r"50 % of $5 & #1_a^b~{c}\end <d> | “é” ✓ λ 漢" + "\0[x]*"
@@ -251,11 +282,13 @@ def test_latex_shows_any_text():
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex on this machine")
 def test_latex_compiles(ledger, tmp_path):
     body = latex.latex(made(ledger))
-    text = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + body + latex.escaped(NASTY)
+    begin = r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}"
+    text = begin + body + latex.escaped(NASTY)
     (tmp_path / "r.tex").write_text(text + r"\end{document}", "utf-8")
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "r.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    assert done.returncode == 0, done.stdout.decode(errors="replace")[-2000:]
+    said = done.stdout.decode(errors="replace")
+    assert done.returncode == 0 and "Overfull" not in said, said[-2000:]
 
 
 # The command

@@ -1,4 +1,4 @@
-"""The tables of a report for a paper in LaTeX; they need the package booktabs alone."""
+"""The tables of a report for a paper in LaTeX; they need the packages booktabs and graphicx."""
 
 from __future__ import annotations
 
@@ -30,41 +30,40 @@ SPECIAL = {
     **{"✓": r"$\surd$", "✗": r"$\times$", "†": r"\textdagger{}", "…": r"\dots{}", "–": "--", "—": "---"},
     **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "λ": r"$\lambda$", "μ": r"$\mu$", "τ": r"$\tau$"},
 }
+SHORT = 12  # letters of a heading that stay in one line
+WIDE = 6  # columns from which on a table takes both columns of a page
+FITTING = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"  # never wider than the text
 
 
 def latex(report: Report) -> str:
     """A table for each experiment."""
-    head = ["% Made by fedhassle report. In the preamble: \\usepackage{booktabs}"]
+    head = ["% Made by fedhassle report. In the preamble: \\usepackage{booktabs,graphicx}"]
     return "\n\n".join([*head, *(table(section) for section in report.sections)]) + "\n"
 
 
 def table(section: Section) -> str:
-    """An experiment as a floating table."""
+    """An experiment as a floating table, made smaller where it is wider than the text."""
     made, experiment = grid(section), section.experiment
     stubs, width = len(made.stub), len(made.headings)
     where = f" ({source(section)})" if source(section) else ""
     words = [f"{experiment.title}{where}.", changed_settings(section.changes), HOW_TO_READ, marks(made)]
     caption = " ".join(filter(None, words))
-    rows = [row(line) for line in made.lines]
-    rules = [line.reference and not before.reference for before, line in itertools.pairwise(made.lines)]
-    body = [
-        rows[0],
-        *(("\\midrule\n" if rule else "") + one for rule, one in zip(rules, rows[1:], strict=True)),
-    ]
+    floating = "table*" if stubs + width >= WIDE else "table"
     return "\n".join(
         [
-            "\\begin{table}",
+            f"\\begin{{{floating}}}",
             "\\centering\\footnotesize\\setlength{\\tabcolsep}{3pt}",
             f"\\caption{{{escaped(caption)}}}",
             f"\\label{{tab:{re.sub(r'[^A-Za-z0-9-]', '', experiment.name)}}}",
+            FITTING,
             f"\\begin{{tabular}}{{{'l' * stubs}{'r' * width}}}",
             "\\toprule",
             *headings(made),
             "\\midrule",
-            *body,
+            *body(made),
             "\\bottomrule",
-            "\\end{tabular}",
-            "\\end{table}",
+            "\\end{tabular}}",
+            f"\\end{{{floating}}}",
         ]
     )
 
@@ -74,7 +73,7 @@ def marks(made: Grid) -> str:
     entries = [entry for line in made.lines for entry in line.entries if entry is not None]
     words = []
     if any(paper(entry.figure) is not None for entry in entries):
-        words.append("In parentheses the paper's figure and how far ours is above it.")
+        words.append("Beneath in parentheses: the paper's figure and how far ours is above it.")
     if any(entry.figure.ours is None for entry in entries):
         words.append(f"{MISSING_MARK}: not run.")
     if any(entry.result.runs and lacking(entry.result) for entry in entries):
@@ -96,7 +95,7 @@ def headings(made: Grid) -> list[str]:
         rules, column = [], stubs + 1
         for (*_, word), group in itertools.groupby(names[: level + 1] for names in made.headings):
             width = len(list(group))
-            cells.append(escaped(word) if width == 1 else f"\\multicolumn{{{width}}}{{c}}{{{escaped(word)}}}")
+            cells.append(stacked(word) if width == 1 else f"\\multicolumn{{{width}}}{{c}}{{{escaped(word)}}}")
             rules.append(f"\\cmidrule(lr){{{column}-{column + width - 1}}}")
             column += width
         lines.append(ended(cells))
@@ -105,11 +104,34 @@ def headings(made: Grid) -> list[str]:
     return lines
 
 
-def row(line: Line) -> str:
-    """A row of a table."""
+def stacked(heading: str) -> str:
+    """The heading of a column, in two lines where it is long and has a place to break."""
+    first, mark, second = heading.partition(", " if ", " in heading else " = ")
+    if len(heading) <= SHORT or not mark:
+        return escaped(heading)
+    end, start = (",", "") if mark == ", " else ("", "= ")
+    return f"\\shortstack[r]{{{escaped(first)}{end}\\\\{{}}{start}{escaped(second)}}}"
+
+
+def body(made: Grid) -> list[str]:
+    """The rows of a table, each with the paper's figures beneath it where it prints some."""
+    lines: list[str] = []
+    for before, line in zip([None, *made.lines], made.lines, strict=False):
+        if before is not None and line.reference and not before.reference:
+            lines.append("\\midrule")
+        elif before is not None and any(map(beneath, before.entries)):
+            lines.append("\\addlinespace[2pt]")
+        lines += row(line)
+    return lines
+
+
+def row(line: Line) -> list[str]:
+    """A row of a table, and beneath it that of the paper's figures, if there are some."""
     *labels, last = line.labels
-    named = [*labels, last + " †" * line.own]
-    return ended([*(escaped(label) for label in named), *(cell(entry) for entry in line.entries)])
+    named = [escaped(label) for label in (*labels, last + " †" * line.own)]
+    ours_row = ended([*named, *map(cell, line.entries)])
+    paper_row = ended([*("" for _ in named), *map(beneath, line.entries)])
+    return [ours_row, paper_row] if any(map(beneath, line.entries)) else [ours_row]
 
 
 def ended(cells: list[str]) -> str:
@@ -119,20 +141,22 @@ def ended(cells: list[str]) -> str:
 
 
 def cell(entry: Entry | None) -> str:
-    """Our figure, and the paper's with the difference."""
+    """Our figure."""
     if entry is None:
         return ""
     value, _, std = ours(entry.figure).partition(" ± ")
     shown = f"\\textbf{{{escaped(value)}}}" if entry.best else escaped(value)
     star = "*" if entry.result.runs and lacking(entry.result) else ""
-    beside, points = paper(entry.figure), gap(entry)
-    words = [] if beside is None else [beside, *([] if points is None else [signed(points)])]
-    return (
-        shown
-        + (f" {escaped('± ' + std)}" if std else "")
-        + star
-        + (f" ({escaped(', '.join(words))})" if words else "")
-    )
+    return shown + (f" {escaped('± ' + std)}" if std else "") + star
+
+
+def beneath(entry: Entry | None) -> str:
+    """The paper's figure and how far ours is above it, in small print."""
+    if entry is None or (printed := paper(entry.figure)) is None:
+        return ""
+    points = gap(entry)
+    words = [printed, *([] if points is None else [signed(points)])]
+    return f"\\scriptsize({escaped(', '.join(words))})"
 
 
 def escaped(text: str) -> str:
