@@ -137,9 +137,9 @@ def file_name(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically."""
+    """Writes a text file atomically, its line ends as they are."""
     with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
 def write_json(path: Path, value: Any) -> None:

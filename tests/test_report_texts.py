@@ -144,6 +144,57 @@ def test_findings_are_those_of_the_whole_paper(ledger):
     assert part.endswith("<!-- findings -->\nold\n<!-- /findings -->\n") and "FedAvg" in part
 
 
+NARROWED = [
+    ("--only", "gra-mpa"),
+    ("--methods", "hassle"),
+    ("--seeds", 1),
+    ("--rounds", 7),
+    ("method.epochs=1",),
+]
+
+
+@pytest.mark.parametrize("words", NARROWED, ids=lambda words: words[0])
+def test_a_part_or_other_settings_take_no_tables_place(words, ledger, tmp_path):
+    """Neither alone, where nothing is written, nor beside a table that is whole."""
+    mine = tmp_path / "mine.md"
+    table = "<!-- ablation -->\nwhole\n<!-- /ablation -->\n"
+    mine.write_text(table)
+    code, _, err = call("report", "ablation", *words, "--results", ledger, "-o", mine)
+    assert code == 2 and "keeps ablation whole" in err and "nothing was written" in err
+    assert mine.read_text() == table
+
+
+def test_what_is_left_as_it_is_is_said(ledger, tmp_path):
+    mine = tmp_path / "mine.md"
+    blocks = [f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("ablation", "gamma", "findings")]
+    mine.write_text("".join(blocks))
+    words = ("ablation", "gamma", "--only", "gra-mpa,0,0.0001,0.001,0.01,0.1", "--results", ledger)
+    assert call("report", *words, "-o", mine)[0] == 2
+    code, out, _ = call("report", "ablation", "--results", ledger, "-o", mine)
+    assert code == 0 and f"report   {mine}\nleft     findings: " in out
+    text = mine.read_text("utf-8")
+    assert text.count("\nold\n") == 2 and text.startswith("<!-- ablation -->\n\n| GRA")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_a_text_keeps_its_line_ends(end, ledger, tmp_path):
+    mine = tmp_path / "mine.md"
+    lines = ["# Mine", "<!-- ablation -->", "old", "<!-- /ablation -->", ""]
+    mine.write_bytes(end.join(lines).encode())
+    assert call("report", "ablation", "--results", ledger, "-o", mine)[0] == 0
+    text = mine.read_bytes().decode()
+    assert (
+        "old" not in text
+        and "| GRA |" in text
+        and text.startswith(f"# Mine{end}<!-- ablation -->{end}{end}|")
+    )
+    assert text.count("\n") == text.count(end) > 10 and text.count("\r") == (
+        0 if end == "\n" else text.count(end)
+    )
+    assert call("report", "ablation", "--results", ledger, "-o", mine)[0] == 0
+    assert mine.read_bytes().decode() == text
+
+
 def test_a_text_without_a_place_for_it_is_left_alone(ledger, tmp_path):
     path = tmp_path / "mine.md"
     path.write_text("# Mine\n")

@@ -47,5 +47,7 @@ def report(
     made = content.report(chosen, cells, ledger, narrowing)
     typer.echo(f"{made.done} of {made.runs} runs are done")
     for path in paths:
-        write_report(made, path)
+        left = write_report(made, path)
         typer.echo(f"report   {path}")
+        if left:
+            typer.echo(f"left     {', '.join(left)}: this report has a part of it, or other settings")

@@ -91,6 +91,11 @@ class Section:
         return not (narrowing.only or narrowing.methods or fewer)
 
     @property
+    def as_asked(self) -> bool:
+        """Whether it is whole and its settings are those of its file."""
+        return self.whole and not self.changes
+
+    @property
     def complete(self) -> bool:
         """Whether all that the paper has of it is made."""
         of_paper = [one for one in self.results if all(choice.paper for choice in one.choices)]

@@ -37,21 +37,33 @@ def markdown(report: Report) -> str:
 def blocks(report: Report) -> dict[str, str]:
     """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings.
 
-    Findings are those of the whole paper: a report on a part of it leaves them as they are.
+    A report on a part of a table, or with other settings, leaves the table in such a text as it is; findings
+    are those of the whole paper.
     """
-    made = {section.experiment.name: block(section) for section in report.sections}
-    whole = {section.experiment.name for section in report.sections if section.whole} >= {*printed()}
-    return made | ({FINDINGS: findings_table(findings(report))} if whole else {})
+    made = {section.experiment.name: block(section) for section in report.sections if section.as_asked}
+    return made | ({FINDINGS: findings_table(findings(report))} if made.keys() >= {*printed()} else {})
 
 
 def renewed(text: str, report: Report) -> str | None:
-    """A text with its blocks as they stand now; None where it has none of them."""
+    """A text with its blocks as they stand now, its line ends kept; None where it has none of them."""
     found = False
     for name, content in blocks(report).items():
-        between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
-        text, count = between.subn(lambda m, new=content: f"{m[1]}\n{new}\n\n{m[2]}", text)  # type: ignore[misc]
+        lines = ["", *content.split("\n"), "", ""]
+        text, count = place_of(name).subn(lambda m, new=lines: m[1] + m[2].join(new) + m[3], text)  # type: ignore[misc]
         found |= count > 0
     return text if found else None
+
+
+def left_alone(text: str, report: Report) -> list[str]:
+    """The names of the blocks of a text that a report on more would renew, and this one does not."""
+    names = [*(section.experiment.name for section in report.sections), FINDINGS]
+    return [name for name in names if name not in blocks(report) and place_of(name).search(text)]
+
+
+def place_of(name: str) -> re.Pattern[str]:
+    """Where a text holds the block of that name: its first line, how lines end there, and its last line."""
+    name = re.escape(name)
+    return re.compile(rf"(<!-- {name} -->(\r?\n)).*?(<!-- /{name} -->)", re.DOTALL)
 
 
 def block(section: Section) -> str:

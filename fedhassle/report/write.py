@@ -9,7 +9,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.report.content import Report
 from fedhassle.report.latex import latex
-from fedhassle.report.markdown import OWN, markdown, renewed
+from fedhassle.report.markdown import OWN, left_alone, markdown, renewed
 from fedhassle.report.page import page
 from fedhassle.report.tidy import tidy
 
@@ -22,21 +22,37 @@ def check_format(path: Path) -> None:
     require(path.suffix in FORMATS, f"a report ends in one of {known}, got {path.name!r}")
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Writes a report; of Markdown that is a person's own, only the blocks that are marked for it."""
+def write_report(report: Report, path: Path) -> list[str]:
+    """Writes a report; of Markdown that is a person's own, only the blocks that are marked for it.
+
+    Returns the names of those blocks that it leaves as they are, since it has no more than a part of them.
+    """
     check_format(path)
-    write_text(path, FORMATS[path.suffix](report) if path.suffix != ".md" else in_place(report, path))
+    if path.suffix != ".md":
+        write_text(path, FORMATS[path.suffix](report))
+        return []
+    before = text_of(path)
+    own = before.startswith(OWN)
+    write_text(path, markdown(report) if own else in_place(report, path, before))
+    return [] if own else left_alone(before, report)
 
 
-def in_place(report: Report, path: Path) -> str:
-    """The report in Markdown, or a text that is there with its blocks renewed."""
+def text_of(path: Path) -> str:
+    """The text that is there, its line ends as they are; else that of an empty report."""
     try:
-        before = path.read_text("utf-8") if path.exists() else OWN
+        return path.read_bytes().decode("utf-8") if path.exists() else OWN
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if before.startswith(OWN):
-        return markdown(report)
+
+
+def in_place(report: Report, path: Path, before: str) -> str:
+    """A text of a person's own with its blocks renewed."""
     text = renewed(before, report)
+    if text is None and (kept := left_alone(before, report)):
+        raise UserError(
+            f"{path} keeps {', '.join(kept)} whole, and this report has a part of it or other settings: nothing "
+            "was written. Leave out --only, --methods, --seeds and KEY=VALUE, or name another file"
+        )
     if text is None:
         names = ", ".join(section.experiment.name for section in report.sections)
         raise UserError(
