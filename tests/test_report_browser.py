@@ -21,7 +21,7 @@ OVERFLOW = """(() => {
 })()"""
 OUTSIDE = """[...document.querySelectorAll('svg.chart')].flatMap(svg => {
   const box = svg.getBoundingClientRect();
-  return [...svg.querySelectorAll('text')].filter(t => {
+  return [...svg.querySelectorAll('text')].filter(t => t.checkVisibility()).filter(t => {
     const b = t.getBoundingClientRect();
     const across = b.left < box.left - 1 || b.right > box.right + 1;
     return across || b.top < box.top - 1 || b.bottom > box.bottom + 1;
@@ -120,6 +120,40 @@ def test_printed_it_is_black_on_white_and_whole(tab, report):
     assert tab.run(height) > 0
     tab.show(report)
     assert not tab.run("document.querySelector('details.made p').checkVisibility()")
+
+
+PHONE = """(() => {
+  const all = (selector, of) => [...document.querySelectorAll(selector)].map(of);
+  const wide = e => e.getBoundingClientRect().width;
+  const box = document.querySelector('#table1 .scroll');
+  const named = chart => chart.closest('figure').querySelector('.legend').checkVisibility();
+  return {
+    wraps: all('.tile dt', e => getComputedStyle(e).overflowWrap),
+    fits: all('.tile dt', e => e.scrollWidth <= e.clientWidth),
+    names: Math.max(...all('#table1 .figures tbody th', wide)) / wide(box),
+    charts: Math.max(...all('section > figure .chart', e => wide(e) / wide(e.parentElement))),
+    named: all('section > figure .chart', named),
+    attached: getComputedStyle(box).backgroundAttachment,
+    images: getComputedStyle(box).backgroundImage.split('linear-gradient').length - 1,
+  };
+})()"""
+
+
+def test_a_phone_shows_words_whole_names_of_lines_and_where_there_is_more(tab, report):
+    tab.show(report, 375)
+    found = tab.run(PHONE)
+    assert found["fits"] == [True] * 3 and found["wraps"] == ["normal"] * 3
+    assert found["names"] < 0.4  # of the width: the rest is for figures
+    assert found["charts"] < 1.2  # all but the last column without scrolling
+    assert all(found["named"]) and len(found["named"]) >= 9
+    assert (found["attached"], found["images"]) == ("local, local, scroll, scroll", 4)
+
+
+def test_only_the_best_is_bold(tab, report):
+    tab.show(report)
+    weight = "(s => [...document.querySelectorAll(s)].map(e => getComputedStyle(e).fontWeight))"
+    assert set(tab.run(f"{weight}('.figures .gap')")) <= {"400"}
+    assert set(tab.run(f"{weight}('.figures b')")) <= {"700"}
 
 
 def test_wide_tables_scroll_by_themselves_and_by_keyboard(tab, report):

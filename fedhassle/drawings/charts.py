@@ -260,7 +260,8 @@ def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
 def tick_name(x: float, y: float, label: str, tilted: bool) -> Markup:
     """What stands beneath a tick."""
     turned = f"rotate(-30 {number(x)} {number(y)})" if tilted else None
-    return tag("text", label, x=x, y=y, text_anchor="end" if tilted else "middle", transform=turned)
+    look = {"text_anchor": "end" if tilted else "middle", "class_": "tilted" if tilted else None}
+    return tag("text", label, x=x, y=y, transform=turned, **look)
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:

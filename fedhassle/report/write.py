@@ -50,8 +50,8 @@ def in_place(report: Report, path: Path, before: str) -> str:
     text = renewed(before, report)
     if text is None and (kept := left_alone(before, report)):
         raise UserError(
-            f"{path} keeps {', '.join(kept)} whole, and this report has a part of it or other settings: nothing "
-            "was written. Leave out --only, --methods, --seeds and KEY=VALUE, or name another file"
+            f"{path} keeps {', '.join(kept)} whole, and this report has a part of it or other settings: "
+            "nothing was written. Leave out --only, --methods, --seeds and KEY=VALUE, or name another file"
         )
     if text is None:
         names = ", ".join(section.experiment.name for section in report.sections)
