@@ -33,4 +33,7 @@ def find(name: str, known: Mapping[str, Any], what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to mend
-        raise UserError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        said = f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            said += f"; start the command in the folder that holds {error.name}, or name it in PYTHONPATH"
+        raise UserError(said) from error

@@ -195,6 +195,30 @@ def test_a_port_that_is_taken_is_named(coordinator):
     assert code == 2 and f"port {port} cannot be listened at" in err
 
 
+def test_a_method_of_ones_own_that_is_not_here_is_named_before_anything_starts(coordinator, module, tmp_path):
+    module("own_avg", "from fedhassle.methods import FedAvg as Mine")
+    file = coordinator / "federation.toml"
+    file.write_text(file.read_text().replace('name = "hassle"', 'name = "own_avg:Mine"'))
+    (coordinator / "private" / "server.key").unlink()  # so far and no further
+    assert "server.key is missing" in call("federation", "server", coordinator)[2]
+    del sys.modules["own_avg"]
+    (tmp_path / "own_avg.py").unlink()
+    for command in ("server", "run"):
+        code, _, err = call("federation", command, coordinator)
+        assert code == 2 and "'own_avg:Mine' cannot be imported: ModuleNotFoundError" in one_line(err)
+        assert "start the command in the folder that holds own_avg" in one_line(err)
+
+
+def test_what_is_started_imports_what_lies_in_the_working_folder(tmp_path, monkeypatch):
+    """Also by Flower's own programs, which do not look there as `python -m` does."""
+    (tmp_path / "lies_here.py").write_text("print('found')")
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log"
+    with processes.running([sys.executable, "-P", "-c", "import lies_here"], None, log) as process:
+        assert process.wait(60) == 0, log.read_text()
+    assert "found" in log.read_text()
+
+
 def test_a_second_server_is_kept_out(coordinator):
     (coordinator / "server").mkdir()
     with locked(coordinator / "server"):

@@ -49,9 +49,11 @@ def server(folder: Coordinators = FOLDER) -> None:
     from fedhassle.federation.agreement import read_agreement
     from fedhassle.federation.folder import federation_folder
     from fedhassle.federation.hosting import hosted, server_log, watched
+    from fedhassle.federation.terms import require_buildable
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
+    require_buildable(agreement)  # a run is carried out by what can be imported here
     try:
         with interruptible(), hosted(found) as process:
             end_with_parent()

@@ -39,14 +39,15 @@ def environment(home: Path | None) -> dict[str, str]:
     """That of Flower's processes: a home of our own, nothing sent to its makers, its programs found.
 
     Its programs start each other by name; an environment that is not activated has them beside Python. They
-    import the package that runs here, be it installed or not.
+    import what this command does: methods of one's own in the working folder, and the package that runs here,
+    be it installed or not.
     """
     own = {} if home is None else {"FLWR_HOME": str(home.resolve())}
     package = str(Path(fedhassle.__file__).resolve().parents[1])
     return {
         **os.environ,
         **own,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), package, os.environ.get("PYTHONPATH")])),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -53,6 +53,11 @@ def agreed_method(settings: Settings, dataset: Dataset) -> Method:
     return method.for_run(settings.rounds)
 
 
+def require_buildable(agreement: Agreement) -> None:
+    """Refuses an agreement whose method or network cannot be built here, as without a file of one's own."""
+    agreed_method(run_settings(agreement), described(agreement))
+
+
 def settings_in(folder: Folder, agreement: Agreement) -> Settings:
     """The settings of the run that a folder holds, as it wrote them down; of a new one, those agreed on."""
     if not folder.config.exists():
