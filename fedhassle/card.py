@@ -112,9 +112,9 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1",
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
-        "sites": sites(about["sites"]),
+        "sites": sites(about["sites"]) + silent(summary),
         "split": split(summary),
-        "rounds": f"{summary['rounds']}, {drawn(summary)} sites in each",
+        "rounds": f"{summary['rounds']}, {drawn(summary)}",
         "seed": str(summary["seed"]),
         "precision": str(settings["precision"]),
         "trained on": f"{place} in {summary['seconds'] / 60:.1f} minutes",
@@ -130,10 +130,21 @@ def sites(counts: Mapping[str, int]) -> str:
     return f"{sum(counts[kind] for kind in KINDS)} ({kinds}); {samples}"
 
 
-def drawn(summary: Mapping[str, Any]) -> int:
-    """How many sites take part in a round."""
-    wanted: int = summary["settings"]["clients_per_round"]
-    return min(wanted, len(summary["sites"])) if is_federations(summary) else wanted
+def silent(summary: Mapping[str, Any]) -> str:
+    """The sites of a federation that were there and contributed to no round, by name."""
+    names = [name for name, site in summary.get("sites", {}).items() if not site["rounds"]]
+    return f"; without a contribution: {listed(names)}" if names else ""
+
+
+def drawn(summary: Mapping[str, Any]) -> str:
+    """How many sites take part in a round: in a federation, how many have."""
+    if not is_federations(summary):
+        return f"{counted(summary['settings']['clients_per_round'], 'site')} in each"
+    found = summary["sites_per_round"]
+    least, most = found["least"], found["most"]
+    if least == most:
+        return f"{counted(most, 'site')} in each"
+    return f"{least} to {most} sites in each (mean {found['mean']:.1f})"
 
 
 def split(summary: Mapping[str, Any]) -> str:

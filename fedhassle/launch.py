@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -66,7 +66,6 @@ class Run:
     dataset: Dataset
     split: Split
     method: Method
-    told: tuple[tuple[int, int], ...] = ()  # labelled and unlabelled images by site, where no split says it
 
     @property
     def device(self) -> torch.device:
@@ -382,10 +381,12 @@ def carry_on(
     federation: Federation,
     evaluate: Callable[[Arrays, int], Scores | None],
     about: Metrics | None = None,
+    took_part: Callable[[], Metrics] | None = None,
 ) -> Iterator[Step]:
     """The rounds that are left of a run, wherever its clients are, and then what it leaves behind.
 
-    `about`: what its summary is to say of it beyond, or in place of, what it says of every run.
+    `about`: what its summary is to say of it beyond, or in place of, what it says of every run; `took_part`:
+    what it is to say of its sites, where no split tells of them: it is known at the end alone.
     """
     for note in run.split.notes:
         log.info("split: %s", note)
@@ -400,8 +401,9 @@ def carry_on(
             if step.metrics is not None:
                 trackers.evaluated(step.metrics)
             yield step
-        model = about_model(run)
-        summary = finish(run.folder, run.method, run.plan.rounds, how, model)
+        sites = took_part() if took_part is not None else {}
+        model = about_model(run, sites.get("sites"))
+        summary = finish(run.folder, run.method, run.plan.rounds, how | sites, model)
         write_text(run.folder.card, model_card(summary, model))
         draw_picture(run, summary)
         write_json(run.folder.summary, summary)  # last: its presence says that the run is finished
@@ -486,8 +488,9 @@ def versions_of(settings: Settings) -> dict[str, str]:
     return versions() | ({"own_code": code} if code else {})
 
 
-def about_model(run: Run) -> dict[str, Any]:
-    """All that prediction needs beside the arrays."""
+def about_model(run: Run, sites: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
+    """All that prediction needs beside the arrays; `sites`: who took part, where no split tells of them."""
+    counts = held(run.split) if sites is None else contributed(sites)
     return {
         "format": 1,
         "method": run.settings.method.model_dump(),
@@ -497,7 +500,7 @@ def about_model(run: Run) -> dict[str, Any]:
         "mean": list(run.dataset.mean),
         "std": list(run.dataset.std),
         "headline": run.method.headline,
-        "sites": site_counts(run.told or held(run.split)),
+        "sites": site_counts(counts),
         "versions": versions_of(run.settings),
     }
 
@@ -505,6 +508,11 @@ def about_model(run: Run) -> dict[str, Any]:
 def held(split: Split) -> tuple[tuple[int, int], ...]:
     """How many labelled and unlabelled images each client of a split holds."""
     return tuple((len(a), len(b)) for a, b in zip(split.labelled, split.unlabelled, strict=True))
+
+
+def contributed(sites: Mapping[str, Mapping[str, int]]) -> tuple[tuple[int, int], ...]:
+    """The same of the sites of a federation that contributed to a round."""
+    return tuple((site["labelled"], site["unlabelled"]) for site in sites.values() if site["rounds"])
 
 
 def site_counts(counts: Sequence[tuple[int, int]]) -> dict[str, int]:

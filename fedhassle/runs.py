@@ -20,7 +20,7 @@ from fedhassle.errors import UserError
 from fedhassle.evaluate import check_headline
 from fedhassle.files import remove_unfinished, write_text
 from fedhassle.method import Client, Method
-from fedhassle.rounds import Federation, Plan, Reply, Round, federate, trainable
+from fedhassle.rounds import Federation, Plan, Reply, Round, federate, takes_part, trainable
 from fedhassle.vectors import Arrays
 
 Metrics = dict[str, Any]
@@ -137,7 +137,7 @@ class Step(NamedTuple):
     """A finished round as an onlooker sees it."""
 
     t: int
-    clients: tuple[Client, ...]
+    clients: tuple[Client, ...]  # those whose updates were merged
     metrics: Metrics | None  # where the round was evaluated
 
 
@@ -169,7 +169,7 @@ def conduct(
                 append(folder.metrics, metrics)
             save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, history))
             federation.prune(list(round_files(folder.checkpoints)))
-        yield Step(done.t, done.clients, metrics)
+        yield Step(done.t, tuple(reply.update.client for reply in done.replies), metrics)
 
 
 def begin(folder: Folder, method: Method, seed: int, device: torch.device) -> Checkpoint:
@@ -203,13 +203,16 @@ class Tally:
         self.models: dict[str, None] = {}
         self.replies: list[Reply] = []
         self.dropped: list[Reply] = []  # which have travelled all the same
-        self.drawn: list[Client] = []
+        self.clients: list[Client] = []  # those drawn, but for those that were asked in vain
 
     def add(self, done: Round) -> None:
         """Takes in a round."""
         self.replies.extend(map(without_arrays, done.replies))
         self.dropped.extend(map(without_arrays, done.dropped))
-        self.drawn.extend(done.clients)
+        answered = {reply.update.client.name for reply in (*done.replies, *done.dropped)}
+        idle = (c for c in done.clients if not takes_part(self.method, c, done.t))
+        there = answered | {client.name for client in idle}
+        self.clients.extend(client for client in done.clients if client.name in there)
         self.models |= dict.fromkeys(sorted(trainable(self.method, done.t)))
 
     def metrics(self, t: int, scores: Scores, seconds: float) -> Metrics:
@@ -221,7 +224,7 @@ class Tally:
             "pseudo_label_accuracy": self.labelling(),
             "bytes_down": self.by_kind(lambda reply: reply.bytes_down),
             "bytes_up": self.by_kind(lambda reply: reply.bytes_up),
-            "clients": {kind: sum(c.kind == kind for c in self.drawn) for kind in KINDS},
+            "clients": {kind: sum(c.kind == kind for c in self.clients) for kind in KINDS},
             "seconds": round(seconds, 3),
             **scores.more,
         }

@@ -182,7 +182,7 @@ def scores(metrics: Metrics) -> str:
 def kinds(clients: Sequence[Client]) -> str:
     """The clients of a round, counted by kind."""
     count = Counter(client.kind for client in clients)
-    return ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(count.items())) or "nobody"
 
 
 class OfRun(logging.Formatter):

@@ -10,6 +10,12 @@ from fedhassle.card import model_card
 from fedhassle.runs import STANDS_IN
 
 
+def took_part(least=3, most=3, mean=3.0, **rounds):
+    """What a federation's summary says of its sites, by the rounds that each contributed to."""
+    sites = {name: {"labelled": 9, "unlabelled": 1, "rounds": n} for name, n in rounds.items()}
+    return {"sites": sites, "sites_per_round": {"least": least, "most": most, "mean": mean}}
+
+
 @pytest.fixture(scope="module")
 def made(finished):
     """What the card of a finished run is made from."""
@@ -67,12 +73,21 @@ def test_the_card_says_what_it_was_tested_on(made):
 def test_the_card_of_a_federations_model_knows_its_sites(made):
     """Who holds what is not the server's to say, and the figures are the sites' own."""
     summary, about = made
-    card = model_card({**summary, "sites": {"north": {}, "south": {}, "east": {}}}, about)
+    card = model_card({**summary, **took_part(north=4, south=4, east=4)}, about)
     found = facts(card)
     assert found["split"] == "none: each site has its own images"
     assert found["rounds"] == "4, 3 sites in each"
     assert found["trained on"].startswith("the sites' own machines in ")
     assert "On the validation images that the sites keep, which took no part in training" in card
+
+
+def test_the_card_counts_sites_by_what_they_contributed(made):
+    summary, about = made
+    found = facts(model_card({**summary, **took_part(2, 3, 2.75, north=4, south=4, east=3)}, about))
+    assert found["rounds"] == "4, 2 to 3 sites in each (mean 2.8)" and "contribution" not in found["sites"]
+    found = facts(model_card({**summary, **took_part(1, 1, 1.0, north=4, south=0, east=0)}, about))
+    assert found["rounds"] == "4, 1 site in each"
+    assert found["sites"].endswith("168 without; without a contribution: south, east")
 
 
 def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
@@ -88,14 +103,14 @@ def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
             "On the validation images that the sites keep (at 1 of 3 evaluations no site ",
         ),
     ):
-        assert expected in model_card({**summary, "sites": {"north": {}}, "history": history}, about)
+        assert expected in model_card({**summary, **took_part(north=4), "history": history}, about)
 
 
 def test_the_card_has_the_figures_of_a_test_beside_validation(made):
     """Means of the last ten, of those that have a test; without one at the end there is nothing to say."""
     summary, about = made
     lines = [{**summary["history"][-1], "test": {"EM": k / 20, "SM": 0.5}} for k in range(12)]
-    federation = {**summary, "sites": {"north": {}}}
+    federation = {**summary, **took_part(north=4)}
     card = model_card({**federation, "history": summary["history"] + lines}, about)
     _, beside = card.split("And on the images that the coordinator keeps for a test:\n\n")
     assert beside.startswith("| prediction | last 10 evaluations | last round |\n|---|---|---|\n")

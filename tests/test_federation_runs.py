@@ -91,6 +91,31 @@ def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
     assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
 
 
+def test_sites_are_counted_by_what_they_contribute(agreed, tmp_path):
+    """Client 2 fails in every round, client 4 in one: neither counts where it sent nothing."""
+    grid, folder = network(tmp_path / "sites", agreed, ALL), Folder(tmp_path / "run")
+    grid.behaviour["client 2", "train"] = lambda answer, content: "the disk is full"
+    grid.behaviour["client 4", "train"] = lambda answer, content: (
+        "the disk is full" if content.words["round"] == 3 else answer(content)
+    )
+    steps = carried_out(folder.path, agreed, grid)
+    three, two = ["client 1", "client 3", "client 4"], ["client 1", "client 3"]
+    assert [[client.name for client in step.clients] for step in steps] == [three, three, two, three]
+    assert list(followed(folder, Seen(), lambda: True)) == steps
+    lines = [line["clients"] for line in metrics_of(folder.path)]
+    assert lines == [{"full": 2, "partial": n, "unlabelled": 0} for n in (4, 3)]
+    summary = summary_of(folder.path)
+    assert {name: site["rounds"] for name, site in summary["sites"].items()} == {
+        **{"client 1": 4, "client 2": 0, "client 3": 4, "client 4": 3}
+    }
+    card = folder.card.read_text("utf-8")
+    assert "| rounds | 4, 2 to 3 sites in each (mean 2.8) |" in card
+    assert "| sites | 3 (1 full, 2 partial, 0 unlabelled);" in card and "contribution: client 2 |" in card
+    for file in (folder.model, folder.best):
+        counts = fedhassle.load(file, allow_import=True).about["sites"]
+        assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)
+
+
 def test_a_line_of_metrics_that_is_half_written_does_not_end_the_following(agreed, tmp_path):
     folder = Folder(tmp_path / "run")
     steps = carried_out(folder.path, agreed, network(tmp_path / "sites", agreed))

@@ -37,14 +37,19 @@ class Audit:
         """Where the test images of a run lie, as it was told last; empty where it has none."""
         return next((str(event["test"]) for event in reversed(self.read()) if event.get("test")), "")
 
-    def contributions(self, t: int) -> dict[str, int]:
-        """Of each site the last round up to t that its update was merged in."""
+    def contributors(self) -> dict[int, list[str]]:
+        """Of each round the sites whose updates were merged in it."""
         merged: dict[int, list[str]] = {}
         for event in self.read():
             if event["event"] in ("begun", "resumed"):  # what came after that round was done again
                 merged = {n: names for n, names in merged.items() if n <= event["round"]}
             if event["event"] == "round":
                 merged[event["round"]] = event["contributed"]
+        return merged
+
+    def contributions(self, t: int) -> dict[str, int]:
+        """Of each site the last round up to t that its update was merged in."""
+        merged = self.contributors()
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
 
 

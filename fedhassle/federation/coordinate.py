@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,12 @@ def coordinate(
             rules = agreement.rules
             sites = Sites(grid, agreement, audit, clock)
             there = sites.gather(rules.minimum_sites, min(PATIENCE, rules.wait))
-            run = prepared(folder, agreement, there)
+            run = prepared(folder, agreement)
             federation = FlowerFederation(sites, plan(uid, run), Memory(folder.memory))
             judge = Judge(run, federation, images)
             require_judges(there, images)
-            for step in carry_on(run, federation, judge, about(agreement, run, there)):
+            told = about(agreement, run)
+            for step in carry_on(run, federation, judge, told, partial(took_part, audit)):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
         except GeneratorExit:
@@ -105,7 +108,7 @@ def coordinators_images(path: Path, agreement: Agreement) -> Images:
     return site.x, site.y
 
 
-def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction]) -> Run:
+def prepared(folder: Folder, agreement: Agreement) -> Run:
     """The run that is agreed on, or the one that the folder holds; its settings are written down."""
     settings, dataset = settings_in(folder, agreement), described(agreement)
     require_installed(settings.track or ())
@@ -114,8 +117,7 @@ def prepared(folder: Folder, agreement: Agreement, there: dict[str, Introduction
     tables = settings.as_toml()
     tables.pop("split")  # who holds what is not the server's to say
     write_text(folder.config, tomli_w.dumps(tables))
-    told = tuple((said.client.labelled, said.client.unlabelled) for said in there.values())
-    return Run(folder, settings, dataset, Split((), ()), method, told)
+    return Run(folder, settings, dataset, Split((), ()), method)
 
 
 def plan(uid: str, run: Run) -> dict[str, Any]:
@@ -125,19 +127,34 @@ def plan(uid: str, run: Run) -> dict[str, Any]:
     return {"run": uid, "method": settings.method.model_dump(), "net": net, "seed": settings.seed}
 
 
-def about(agreement: Agreement, run: Run, there: dict[str, Introduction]) -> dict[str, Any]:
+def about(agreement: Agreement, run: Run) -> dict[str, Any]:
     """What a summary says of a federation."""
     agreed = agreement_hash(agreement)
     words = to_json({"agreed": agreed, **plan("", run), "seed": 0, "rounds": run.settings.rounds})
-    sites = {
-        name: {"labelled": said.client.labelled, "unlabelled": said.client.unlabelled}
-        for name, said in there.items()
-    }
     return {
         "settings_hash": hashlib.sha256(words.encode()).hexdigest()[:16],
         "split_hash": None,  # each site has its own images
-        "sites": sites,
     }
+
+
+def took_part(audit: Audit) -> dict[str, Any]:
+    """What a summary says of the sites that were there: what each held, and how many rounds it served.
+
+    And how many of them contributed to a round.
+    """
+    joined = {event["site"]: event for event in audit.read() if event["event"] == "joined"}
+    by_round = list(audit.contributors().values())
+    sites = {
+        name: {
+            "labelled": joined[name]["labelled"],
+            "unlabelled": joined[name]["unlabelled"],
+            "rounds": sum(name in names for names in by_round),
+        }
+        for name in sorted(joined)
+    }
+    counts = [len(names) for names in by_round] or [0]
+    per_round = {"least": min(counts), "most": max(counts), "mean": statistics.fmean(counts)}
+    return {"sites": sites, "sites_per_round": per_round}
 
 
 def require_judges(there: dict[str, Introduction], test: Images | None) -> None:
@@ -177,7 +194,8 @@ class Judge:
         run, score = self.run, validation[self.run.method.headline]
         if score > self.best:
             self.best = score
-            words = about_model(run) | {"round": t, "validation": validation}
+            sites = took_part(self.federation.audit)["sites"]
+            words = about_model(run, sites) | {"round": t, "validation": validation}
             write_arrays(run.folder.best, run.method.model(state), words)
 
     def _tested(self, state: Arrays) -> dict[str, float]:
