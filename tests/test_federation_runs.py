@@ -1,6 +1,7 @@
 """A federation's run on disk: its folder, its best round, its end, and its going on after a cut."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -206,6 +207,25 @@ def test_a_run_that_stops_says_why_in_its_audit_log_and_can_go_on(agreed, tmp_pa
     assert len(carried_out(tmp_path / "run", agreed, grid)) == 4
     with pytest.raises(UserError, match="holds a finished run"):
         carried_out(tmp_path / "run", agreed, grid)
+
+
+def test_a_run_whose_server_was_killed_was_not_asked_to_stop(agreed, tmp_path, monkeypatch):
+    """Flower ends its program in both cases, and in the same way."""
+    grid = network(tmp_path / "sites", agreed)
+    parents = {"asked": [7, 7], "killed": [7, 1]}  # before and after: who is left by its parent gets another
+    for name, (before, after) in parents.items():
+        now = [before]
+        monkeypatch.setattr(os, "getppid", lambda now=now: now[0])
+
+        def stopped(answer, content, now=now, after=after):
+            now[0] = after
+            raise SystemExit
+
+        grid.behaviour["client 2", "train"] = stopped
+        with pytest.raises(SystemExit):
+            carried_out(tmp_path / name, agreed, grid)
+    why = [events_of(tmp_path / name)[-1]["why"] for name in parents]
+    assert why == ["it was asked to stop", "the server's process has ended"]
 
 
 def test_a_round_that_no_site_can_evaluate_is_left_out_but_saved(agreed, tmp_path, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import statistics
 import uuid
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Grid
 from fedhassle.federation.messages import Introduction, to_json
+from fedhassle.federation.processes import is_left_by
 from fedhassle.federation.server import FlowerFederation
 from fedhassle.federation.sites import Clock, Sites
 from fedhassle.federation.terms import agreed_method, described, settings_in, settled
@@ -56,7 +58,7 @@ def coordinate(
     path.mkdir(parents=True, exist_ok=True)
     require(not folder.summary.exists(), f"{path} holds a finished run: choose another folder")
     with locked(path), logging_to(folder.log, alone=True):
-        audit = Audit(folder.audit)
+        audit, parent = Audit(folder.audit), os.getppid()
         try:
             uid = identity(audit, agreement, str(test.resolve()) if isinstance(test, Path) else "")
             images = coordinators_images(test, agreement) if isinstance(test, Path) else test
@@ -74,7 +76,9 @@ def coordinate(
         except GeneratorExit:
             raise
         except (SystemExit, KeyboardInterrupt):
-            audit.write("stopped", why="it was asked to stop")
+            # Flower ends this program so whether somebody has asked for it or the server is gone.
+            ended = is_left_by(parent)
+            audit.write("stopped", why="the server's process has ended" if ended else "it was asked to stop")
             raise
         except BaseException as error:
             audit.write("stopped", why=str(error) or type(error).__name__)

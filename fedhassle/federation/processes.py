@@ -133,6 +133,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def is_left_by(parent: int, seconds: float = 1.0) -> bool:
+    """Whether the process that started this one has ended, or does within a moment."""
+    deadline = time.monotonic() + seconds
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return os.getppid() != parent
+
+
 def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
     """Ends a process, then what is left of its group and of those below it that have left the group.
 
