@@ -19,7 +19,7 @@ from small import call
 from fedhassle.data.site import read_site
 from fedhassle.errors import UserError
 from fedhassle.federation import attending, control, hosting, processes
-from fedhassle.federation.admission import AdmittedSite, admit_site
+from fedhassle.federation.admission import AdmittedSite, admit_site, admitted
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.attending import keep_running, site_name
 from fedhassle.federation.audit import Audit
@@ -424,6 +424,32 @@ def test_those_are_let_in_that_are_admitted_and_no_others(tmp_path, monkeypatch)
         for line in hosting.let_in(None, {"south": south, "zeast": east._replace(name="zeast")}):
             lines.append(line)  # noqa: PERF402 - as above
     assert lines == ["north is let in no more", "south is let in no more", "zeast may come in"]
+
+
+def test_a_site_that_gets_another_name_is_let_in_as_before(tmp_path, monkeypatch):
+    """Flower would not take its key again, and goes on calling it what it was called."""
+    link, nroth = FakeLink(monkeypatch), site(tmp_path, "nroth")
+    assert list(hosting.let_in(None, {"nroth": nroth})) == ["nroth may come in"]
+    link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
+    north = {"north": nroth._replace(name="north")}
+    assert list(hosting.let_in(None, north)) == [] and hosting.present(None, north) == {"north"}
+
+
+def test_status_says_who_is_there_and_whom_the_last_run_refused(coordinator, tmp_path, monkeypatch):
+    link, audit = FakeLink(monkeypatch), Audit(tmp_path / "run" / "audit.jsonl")
+    for name in ("north", "south"):
+        admit_site(coordinator, name, site(tmp_path, name).key)
+        audit.write("refused", site=name, why="its file is another one")
+    audit.write("joined", site="south")
+    list(hosting.let_in(None, admitted(coordinator)))
+    link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
+    monkeypatch.setattr(control, "answers", lambda link: True)
+    last = control.Running(1, "running", "2026-01-02", str(tmp_path / "run"))
+    monkeypatch.setattr(control, "runs", lambda link: [last])
+    code, out, _ = call("federation", "status", coordinator)
+    lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
+    assert code == 0 and lines == [["north", "here"], ["south", "here"]]
+    assert one_line(out).count("the last run has refused it: its file is another one") == 1
 
 
 def test_a_server_that_runs_follows_the_record(coordinator, tmp_path, monkeypatch):

@@ -26,10 +26,14 @@ from PIL import Image
 
 from fedhassle.errors import UserError
 from fedhassle.federation import pace, processes
+from fedhassle.federation.admission import admit_site
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.clientapp import site_node
+from fedhassle.federation.control import pem
+from fedhassle.federation.folder import FederationFolder
 from fedhassle.federation.grid import FlowerGrid, Letter, from_records, to_records
+from fedhassle.federation.keys import make_site_key, read_public_key
 from fedhassle.federation.messages import (
     Content,
     RefusedError,
@@ -40,6 +44,7 @@ from fedhassle.federation.messages import (
     unpacked,
 )
 from fedhassle.federation.node import parted
+from fedhassle.federation.serverapp import admitted_names
 from fedhassle.federation.superlink import Doors
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -486,6 +491,28 @@ def test_the_words_of_a_node_are_read_from_a_file_whatever_they_hold(tmp_path):
     words = {"site": "north", "data": """/a b/it's "x"=y.toml""", "threads": 2}
     (tmp_path / "node.toml").write_text(tomli_w.dumps(words))
     assert parse_config_args([str(tmp_path / "node.toml")]) == words
+
+
+# Names of sites
+
+
+def test_a_node_goes_by_the_name_that_its_key_is_admitted_under_now(tmp_path):
+    """Flower knows it by the one that it had when it was first let in."""
+    make_site_key(tmp_path / "north.key", tmp_path / "north.pub", "north")
+    key = read_public_key(tmp_path / "north.pub")
+    about = {"node_id": 7, "last_activated_at": "today"}
+    flower = SimpleNamespace(
+        get_nodes=lambda: [
+            SimpleNamespace(**about, name="nroth", public_key=pem(key)),
+            SimpleNamespace(**about, name="south", public_key=b""),
+        ]
+    )
+    grid = FlowerGrid(flower, lambda: admitted_names(tmp_path))
+    assert [node.name for node in grid.nodes()] == ["nroth", "south"]  # nothing is known of it
+    admit_site(tmp_path, "north", key)
+    assert [node.name for node in grid.nodes()] == ["north", "south"]
+    FederationFolder(tmp_path).sites.write_text("x = = 1")
+    assert [node.name for node in grid.nodes()] == ["nroth", "south"]  # nor can be read
 
 
 # A run that is stopped while it sends

@@ -229,13 +229,14 @@ def test_a_wait_for_sites_has_an_end(tmp_path):
         ({"site": "x" * 1000}, "its name is"),
     ],
 )
-def test_a_site_that_introduces_itself_oddly_is_not_admitted(words, why, tmp_path):
+def test_a_site_that_introduces_itself_oddly_is_not_admitted_and_told_why(words, why, tmp_path, caplog):
     method = made("fedavg")
     here, grid = federation(tmp_path, method, "fedavg", split=FEW, settings=SHORT)
     grid.behaviour["client 2", "query"] = changed(lambda made: Content({**made.words, **words}))
     assert [client.name for client in here.clients] == ["client 1", "client 3"]
     (refused,) = [event for event in here.audit.read() if event["event"] == "refused"]
     assert refused["site"] == "client 2" and why in refused["why"] and len(refused["why"]) < 300
+    assert f"the server refuses this site: {refused['why']}" in [one.getMessage() for one in caplog.records]
 
 
 def test_a_node_that_could_not_say_who_it_is_is_asked_again(tmp_path):

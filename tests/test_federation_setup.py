@@ -295,22 +295,45 @@ def test_sites_come_and_go(coordinator, tmp_path):
     assert code == 0 and "north is expelled" in out and list(admitted(coordinator)) == ["south"]
     code, _, err = call("admit", "north", north, *where)
     assert code == 2 and "this key was expelled on 20" in err and "joins again for a new one" in err
-    another = public(tmp_path, "another")
+    (tmp_path / "private" / "north").unlink()
+    another = public(tmp_path, "north")
     assert call("admit", "north", another, "--federation", coordinator / "federation.toml")[0] == 0
     assert list(admitted(coordinator)) == ["north", "south"]
 
 
 def test_names_and_keys_occur_once(coordinator, tmp_path):
     where = ("--federation", coordinator)
-    first, second = public(tmp_path, "first"), public(tmp_path, "second")
-    call("admit", "north", first, *where)
-    code, _, err = call("admit", "north", second, *where)
+    call("admit", "north", public(tmp_path, "north"), *where)
+    (tmp_path / "private" / "north").unlink()
+    code, _, err = call("admit", "north", public(tmp_path, "north"), *where)
     assert code == 2 and "admitted with another key (SHA256:" in err and "expel it first" in err
-    code, _, err = call("admit", "south", first, *where)
-    assert code == 2 and "north is admitted with this key" in err
     code, _, err = call("expel", "nroth", *where)
     assert code == 2 and "did you mean 'north'?" in err
     assert list(admitted(coordinator)) == ["north"]
+
+
+def test_a_site_is_admitted_by_the_name_that_its_key_has(coordinator, tmp_path):
+    where, north = ("--federation", coordinator), public(tmp_path, "north")
+    code, _, err = call("admit", "nroth", north, *where)
+    assert code == 2 and "is called north, not nroth: fedhassle federation admit north" in err
+    assert admitted(coordinator) == {}
+    key = keys.read_public_key(north)
+    for said in ("", " somebody@somewhere", " two words"):  # nobody's name
+        north.write_text(f"{key}{said}\n")
+        assert call("admit", f"north{len(said)}", north, *where)[0] == 0
+
+
+def test_a_site_that_was_admitted_by_another_name_keeps_its_key(coordinator, tmp_path):
+    where, north = ("--federation", coordinator), public(tmp_path, "north")
+    admit_site(coordinator, "nroth", keys.read_public_key(north))
+    before = admitted(coordinator)["nroth"]
+    code, out, err = call("admit", "north", north, *where)
+    assert (code, err) == (0, "") and "nroth is called north from now on: SHA256:" in out
+    assert admitted(coordinator) == {"north": before._replace(name="north")}
+    admit_site(coordinator, "south", keys.read_public_key(public(tmp_path, "south")))
+    with pytest.raises(UserError, match="south is admitted with another key"):
+        admit_site(coordinator, "south", before.key)
+    assert call("expel", "north", *where)[0] == 0 and call("admit", "north", north, *where)[0] == 2
 
 
 def test_only_public_keys_are_admitted(coordinator, tmp_path):

@@ -245,20 +245,24 @@ def status(folder: Coordinators = FOLDER) -> None:
     from fedhassle.federation import control
     from fedhassle.federation.admission import admitted
     from fedhassle.federation.agreement import agreement_hash, read_agreement
+    from fedhassle.federation.audit import Audit
     from fedhassle.federation.folder import federation_folder
-    from fedhassle.federation.hosting import link_of
+    from fedhassle.federation.hosting import link_of, present
+    from fedhassle.runs import Folder
 
     found = federation_folder(folder)
     agreement, sites, link = read_agreement(found.agreement), admitted(found.path), link_of(found)
     say(f"{agreement.name} at {agreement.address}, agreement {agreement_hash(agreement)}")
     up = control.answers(link)
-    there = {node.name for node in control.registered(link) if node.online} if up else set[str]()
+    there, runs = (present(link, sites), control.runs(link)[:FEW]) if up else (set[str](), [])
+    refused = Audit(Folder(Path(runs[0].folder)).audit).refused() if runs else {}
     for name, site in sites.items():
-        say(f"  {name:20} {'here' if name in there else 'not here':8}  admitted {site.since[:10]}")
+        why = f"; the last run has refused it: {refused[name]}" if name in refused else ""
+        say(f"  {name:20} {'here' if name in there else 'not here':8}  admitted {site.since[:10]}{why}")
     if not sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
     if not up:
         say("the server does not run here: fedhassle federation server")
         return
-    for one in control.runs(link)[:FEW]:
+    for one in runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")

@@ -94,9 +94,9 @@ def join(coordinator: Path, place: Place) -> None:
 
 def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
     """Starts the server and then the nodes, each by its command; waits until all are there."""
-    from fedhassle.federation.control import registered
+    from fedhassle.federation.admission import admitted
     from fedhassle.federation.folder import FederationFolder
-    from fedhassle.federation.hosting import link_of
+    from fedhassle.federation.hosting import link_of, present
 
     log = coordinator / "server.out"
     show("server", coordinator)
@@ -110,7 +110,7 @@ def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
         show(*words)
         started.append((place.name, out, stack.enter_context(command(words, out))))
     for name, out, process in started:
-        here = partial(lambda name: name in {n.name for n in registered(link) if n.online}, name)
+        here = partial(lambda name: name in present(link, admitted(coordinator)), name)
         wait_for(here, process, out, PATIENCE, f"the node of {name}")
     say("")
     say("the server and three nodes are running; what each says is in server.out and node.out")

@@ -213,16 +213,22 @@ def admit(
     key: Annotated[Path, typer.Argument(help="The public key that it sent, NAME.pub.")],
     federation: Federation = FOLDER,
 ) -> None:
-    """Admit a site, by the public key that it sent."""
+    """Admit a site, by the public key that it sent; one that is admitted gets the name that is given here."""
     require_flower()
     from fedhassle.federation.admission import admit_site
-    from fedhassle.federation.folder import federation_folder
-    from fedhassle.federation.keys import fingerprint, read_public_key
+    from fedhassle.federation.folder import checked_name, federation_folder, is_name
+    from fedhassle.federation.keys import fingerprint, key_comment, read_public_key
 
     folder = federation_folder(federation)
-    public = read_public_key(key)
-    new = admit_site(folder.path, name, public)
-    say(f"{name} is admitted{'' if new else ' already'}: {fingerprint(public)}")
+    public, called = read_public_key(key), key_comment(key)
+    if checked_name(name) != called and is_name(called):
+        raise UserError(
+            f"the site that made {key} is called {called}, not {name}: fedhassle federation admit {called} "
+            f"{key}, or let it join again with --name {name}"
+        )
+    before = admit_site(folder.path, name, public)
+    said = {"": f"{name} is admitted", name: f"{name} is admitted already"}
+    say(f"{said.get(before, f'{before} is called {name} from now on')}: {fingerprint(public)}")
 
 
 def expel(

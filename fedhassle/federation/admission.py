@@ -59,28 +59,29 @@ def read_record(folder: Path) -> Record:
     return Record({site.name: site for site in sorted(found)}, expelled)
 
 
-def admit_site(folder: Path, name: str, key: str) -> bool:
-    """Adds a site; False if it is admitted with this key already. Neither names nor keys occur twice.
+def admit_site(folder: Path, name: str, key: str) -> str:
+    """Adds a site, or gives one that is admitted with this key another name; returns the name that it had.
 
-    A key that was taken out stays out: Flower takes none again.
+    Neither names nor keys occur twice. A key that was taken out stays out: Flower takes none again.
     """
     checked_name(name)
     with locked(folder):
         sites, expelled = read_record(folder)
-        if name in sites and sites[name].key == key:
-            return False
+        before = next((site for site in sites.values() if site.key == key), None)
+        if before is not None and before.name == name:
+            return name
         if name in sites:
             known = fingerprint(sites[name].key)
             raise UserError(f"{name} is admitted with another key ({known}): expel it first")
-        for other in sites.values():
-            require(other.key != key, f"{other.name} is admitted with this key: each site has its own")
         require(
             key not in expelled,
             f"this key was expelled on {expelled.get(key, '')[:10]} and stays out: the site removes its "
             "private key, and joins again for a new one",
         )
-        _write(folder, Record({**sites, name: AdmittedSite(name, key, _now())}, expelled))
-    return True
+        others = {other: site for other, site in sites.items() if site.key != key}
+        since = _now() if before is None else before.since
+        _write(folder, Record({**others, name: AdmittedSite(name, key, since)}, expelled))
+    return "" if before is None else before.name
 
 
 def expel_site(folder: Path, name: str) -> AdmittedSite:

@@ -37,6 +37,11 @@ class Audit:
         """Where the test images of a run lie, as it was told last; empty where it has none."""
         return next((str(event["test"]) for event in reversed(self.read()) if event.get("test")), "")
 
+    def refused(self) -> dict[str, str]:
+        """Of each site that was refused when it last came: why."""
+        last = {event["site"]: event for event in self.read() if event["event"] in ("joined", "refused")}
+        return {name: event["why"] for name, event in last.items() if event["event"] == "refused"}
+
     def contributors(self) -> dict[int, list[str]]:
         """Of each round the sites whose updates were merged in it."""
         merged: dict[int, list[str]] = {}

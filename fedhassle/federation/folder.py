@@ -87,6 +87,10 @@ def federation_folder(path: Path) -> FederationFolder:
 
 def checked_name(name: str) -> str:
     """The name of a site, which names files too."""
-    sound = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) is not None
-    require(sound, f"{name!r} is no name for a site: letters, digits, '.', '_' and '-', at most 63")
+    require(is_name(name), f"{name!r} is no name for a site: letters, digits, '.', '_' and '-', at most 63")
     return name
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be the name of a site."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", text) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -58,14 +58,21 @@ class Grid(Protocol):
 
 
 class FlowerGrid:
-    """Flower's grid as the server's program is given it."""
+    """Flower's grid as the server's program is given it.
 
-    def __init__(self, grid: FlwrGrid) -> None:
-        self.grid = grid
+    `names`: of sites by their keys, where Flower may know them by a name that they had before.
+    """
+
+    def __init__(self, grid: FlwrGrid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
+        self.grid, self.names = grid, names
 
     def nodes(self) -> list[Node]:
         """Those that are there."""
-        return [Node(node.node_id, node.name, node.last_activated_at) for node in self.grid.get_nodes()]
+        names = self.names()
+        return [
+            Node(node.node_id, names.get(node.public_key, node.name), node.last_activated_at)
+            for node in self.grid.get_nodes()
+        ]
 
     def push(self, letters: Sequence[Letter]) -> list[str | None]:
         """Sends letters; what several of them have in common goes to the SuperLink once."""

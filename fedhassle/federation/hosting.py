@@ -89,11 +89,12 @@ def watched(
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
     """Lets in who is admitted, also while the server runs, and says what changes; its end is an error."""
-    link, here, trouble = link_of(folder), set[str](), ""
+    link, here, trouble, sites = link_of(folder), set[str](), "", dict[str, AdmittedSite]()
     while True:
         before, trouble = trouble, ""
         try:
-            yield from let_in(link, admitted(folder.path))
+            sites = admitted(folder.path)
+            yield from let_in(link, sites)
         except UserError as error:
             trouble = str(error)
         if process.poll() is not None:
@@ -101,7 +102,7 @@ def watched(
         if trouble and trouble != before:  # once is enough
             yield trouble
         try:
-            online = {node.name for node in registered(link) if node.online}
+            online = present(link, sites)
         except UserError:  # too busy to answer: the next look will tell
             online = here
         yield from (f"{name} is here" for name in sorted(online - here))
@@ -110,20 +111,29 @@ def watched(
         pause(LOOK)
 
 
+def present(link: Link, sites: Mapping[str, AdmittedSite]) -> set[str]:
+    """The names of those admitted sites whose nodes are there.
+
+    A site is known by its key: Flower keeps the name that it was first admitted under.
+    """
+    online = {node.key for node in registered(link) if node.online}
+    return {name for name, site in sites.items() if pem(site.key) in online}
+
+
 def let_in(link: Link, sites: Mapping[str, AdmittedSite]) -> Iterator[str]:
     """Makes a server let in those sites and no others; says which are new and which are out.
 
     What goes wrong with one of them is an error only when all others are done.
     """
-    wanted = {(name, pem(site.key)): site for name, site in sites.items()}
-    known: dict[tuple[str, bytes], Registered] = {(node.name, node.key): node for node in registered(link)}
-    for about, node in known.items():  # first, so that a name or key may be another's afterwards
-        if about not in wanted:
+    wanted = {pem(site.key): site for site in sites.values()}
+    known: dict[bytes, Registered] = {node.key: node for node in registered(link)}
+    for key, node in known.items():  # first, so that a name may be another's afterwards
+        if key not in wanted:
             unregister(link, node.id)
             yield f"{node.name} is let in no more"
     failed = []
-    for about, site in wanted.items():
-        if about not in known:
+    for key, site in wanted.items():
+        if key not in known:
             try:
                 register(link, site.name, site.key)
             except UserError as error:

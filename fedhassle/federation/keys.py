@@ -143,6 +143,12 @@ def read_public_key(path: Path) -> str:
         raise UserError(f"{path} is no OpenSSH public key: it is no text") from error
 
 
+def key_comment(path: Path) -> str:
+    """What the file of a public key says that it is called; empty where it says nothing."""
+    words = _bytes(path).decode("utf-8", "replace").split(None, 2)
+    return words[2].strip() if len(words) == 3 else ""
+
+
 def fingerprint(public: str) -> str:
     """What people compare over the telephone: as `ssh-keygen -l` shows it."""
     content = base64.b64decode(public.split()[1])

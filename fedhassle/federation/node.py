@@ -136,7 +136,9 @@ class SiteNode:
             return failure(why, isinstance(error, LostError))
 
     def introduce(self, content: Content) -> Content:
-        """Who it is, and how much it holds."""
+        """Who it is, and how much it holds; why the server has refused that is said here as well."""
+        if "refused" in content.words:
+            log.warning("the server refuses this site: %s", " ".join(str(content.words["refused"]).split()))
         return Content(
             {
                 "site": self.name,

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedhassle.errors import UserError
+from fedhassle.federation.admission import admitted
 from fedhassle.federation.agreement import read_agreement
+from fedhassle.federation.control import pem
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.grid import FlowerGrid
 from fedhassle.federation.pace import hurry_server
 
 app = ServerApp()
+
+
+def admitted_names(folder: Path) -> dict[bytes, str]:
+    """The names of the admitted sites by their keys, as they are now; none while they cannot be read."""
+    try:
+        return {pem(site.key): name for name, site in admitted(folder).items()}
+    except UserError:
+        return {}
 
 
 @app.main()
@@ -21,5 +33,6 @@ def main(grid: Grid, context: Context) -> None:
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
     agreement = read_agreement(Path(file))
     hurry_server()
-    for _ in coordinate(FlowerGrid(grid), agreement, Path(folder), Path(test) if test else None):
+    known = FlowerGrid(grid, partial(admitted_names, Path(file).parent))
+    for _ in coordinate(known, agreement, Path(folder), Path(test) if test else None):
         pass

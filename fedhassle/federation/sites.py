@@ -124,6 +124,8 @@ class Sites:
         except RefusedError as refused:
             log.warning("%s is not admitted: %s", name, refused)
             self.audit.write("refused", site=name, why=str(refused))
+            told = Content({"kind": "query", "refused": str(refused)})
+            self.grid.push([Letter(node.id, "query", told, "hello", self.rules.timeout)])
             return
         client = said.client
         self.there[client.name] = Present(node, said)
@@ -143,7 +145,8 @@ class Sites:
         name = said.client.name
         if node.name and node.name != name:
             raise RefusedError(
-                f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}"
+                f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}: admit it "
+                "again under the name that it has"
             )
         if name in self.there:
             raise RefusedError(f"there is a site called {short(name)} already")
