@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -25,15 +26,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedhassle.errors import UserError
-from fedhassle.federation import pace, processes
+from fedhassle.federation import pace, processes, supernode
 from fedhassle.federation.admission import admit_site
 from fedhassle.federation.agreement import write_agreement
+from fedhassle.federation.attending import IMPOSSIBLE
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.clientapp import site_node
 from fedhassle.federation.control import pem
 from fedhassle.federation.folder import FederationFolder
 from fedhassle.federation.grid import FlowerGrid, Letter, from_records, to_records
-from fedhassle.federation.keys import make_site_key, read_public_key
+from fedhassle.federation.keys import fingerprint, make_site_key, read_public_key
 from fedhassle.federation.messages import (
     Content,
     RefusedError,
@@ -283,13 +285,40 @@ def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_
             raise refusing(pace.NOT_LET_IN)
         return "in"
 
-    assert pace.retry_activation(activate)("client", "request") == "in" and len(tries) == 21
-    with pytest.raises(httpx.HTTPStatusError):  # for ever it does not knock
-        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(pace.NOT_LET_IN)))()
-    assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
-    with pytest.raises(httpx.HTTPStatusError):  # nor where another reason is given
-        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)))()
-    assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK)
+    told = []
+    kept_out = partial(told.append, "kept out")
+    assert pace.retry_activation(activate, kept_out)("client", "request") == "in" and len(tries) == 21
+    with pytest.raises(httpx.HTTPStatusError):  # where another reason is given it does not knock
+        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)), kept_out)()
+    assert now[0] == pytest.approx(60, abs=2 * pace.KNOCK) and told == []
+    with pytest.raises(httpx.HTTPStatusError):  # nor for ever
+        pace.retry_activation(lambda: (_ for _ in ()).throw(refusing(pace.NOT_LET_IN)), kept_out)()
+    assert now[0] == pytest.approx(60 + pace.RETURN, abs=2 * pace.KNOCK) and told == ["kept out"]
+
+
+def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_again(tmp_path, monkeypatch):
+    key, lines = tmp_path / "north.key", []
+    make_site_key(key, tmp_path / "north.pub", "north")
+    words = ["--auth-supernode-private-key", str(key)]
+    monkeypatch.setattr(sys, "argv", ["supernode", *words])
+    monkeypatch.setattr(supernode, "keep_worker", lambda words: threading.Event())
+    monkeypatch.setattr(supernode, "speak", lambda: None)
+    monkeypatch.setattr(supernode.log, "error", lambda *words: lines.append(words[0] % words[1:]))
+    hurried = []
+    monkeypatch.setattr(supernode, "hurry_node", hurried.append)
+
+    def flower():
+        hurried[0]()  # as its first call is refused for good
+        raise SystemExit(1)
+
+    monkeypatch.setattr(supernode, "flower_supernode", flower)
+    with pytest.raises(SystemExit) as ended:
+        supernode.main()
+    shown = fingerprint(read_public_key(tmp_path / "north.pub"))
+    assert ended.value.code == IMPOSSIBLE and lines == [
+        f"the server does not admit this key ({shown}): send north.pub to the coordinator, who runs "
+        "`fedhassle federation admit north north.pub`"
+    ]
 
 
 def test_naps_grow_with_the_time_that_was_waited(monkeypatch):

@@ -21,6 +21,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation import hosting, processes
 from fedhassle.federation.admission import admit_site, admitted, expel_site
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
+from fedhassle.federation.attending import IMPOSSIBLE
 from fedhassle.federation.control import register, registered, runs, stop
 from fedhassle.federation.founding import found_federation
 from fedhassle.federation.keys import make_site_key, read_public_key
@@ -232,11 +233,11 @@ def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(
 
 
 def test_a_strangers_key_gets_in_nowhere(deployment):
-    """It knocks for a while, and is told why."""
+    """It knocks for a while, is told what to do, and is not to be started again."""
     deployment.stranger.wait(LIMIT)
-    assert deployment.stranger.returncode != 0
+    assert deployment.stranger.returncode == IMPOSSIBLE
     said = (deployment.folder / "stranger.log").read_text(errors="replace")
-    assert "Exit Code: 305" in said and "its key is not admitted" in said
+    assert "Exit Code: 305" in said and "the server does not admit this key (SHA256:" in said
     assert "query message" not in said
 
 

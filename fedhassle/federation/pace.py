@@ -51,8 +51,11 @@ class Pace:
         return min(self.slowest, max(self.fastest, SHARE * (time.monotonic() - self.since)))
 
 
-def hurry_node() -> None:
-    """Lets a SuperNode look for messages more often while a run is going on."""
+def hurry_node(kept_out: Callable[[], None]) -> None:
+    """Lets a SuperNode look for messages more often while a run is going on.
+
+    `kept_out` is called before it ends because the SuperLink does not let it in.
+    """
     pace = Pace(fastest=0.1, slowest=IDLE)
 
     def sleep(seconds: float) -> None:
@@ -67,7 +70,7 @@ def hurry_node() -> None:
     shorten_retries(node)
     node._push_messages = push_until_sent(node._push_messages)
     client: Any = FleetHttpClient
-    client.ActivateNode = retry_activation(client.ActivateNode)
+    client.ActivateNode = retry_activation(client.ActivateNode, kept_out)
 
 
 def push_until_sent(push: Callable[..., None]) -> Callable[..., None]:
@@ -87,8 +90,11 @@ def push_until_sent(push: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def retry_activation(activate: Callable[..., T]) -> Callable[..., T]:
-    """A call by which a node says that it is there, made again while the SuperLink does not let it in."""
+def retry_activation(activate: Callable[..., T], kept_out: Callable[[], None]) -> Callable[..., T]:
+    """A call by which a node says that it is there, made again while the SuperLink does not let it in.
+
+    `kept_out` is called where that does not change: its key is not admitted.
+    """
 
     def call(*words: Any) -> T:
         deadline, told = time.monotonic() + RETURN, False
@@ -97,7 +103,10 @@ def retry_activation(activate: Callable[..., T]) -> Callable[..., T]:
                 return activate(*words)
             except httpx.HTTPStatusError as error:
                 said = FlowerError.from_json(error.response.text)
-                if said is None or said.code != NOT_LET_IN or time.monotonic() > deadline:
+                if said is None or said.code != NOT_LET_IN:
+                    raise
+                if time.monotonic() > deadline:
+                    kept_out()
                     raise
             if not told:
                 log.warning(

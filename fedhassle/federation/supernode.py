@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from flwr.supernode.cli import flower_supernode
 
 from fedhassle.federation.attending import IMPOSSIBLE
+from fedhassle.federation.keys import fingerprint, public_line
 from fedhassle.federation.pace import hurry_node
 from fedhassle.federation.processes import end_with_parent
 from fedhassle.federation.tail import speak
@@ -26,6 +28,15 @@ AGAIN = 5.0  # seconds until a worker that has ended is started anew
 def option(words: list[str], name: str) -> str:
     """The value of an option among words."""
     return words[words.index(name) + 1]
+
+
+def not_admitted(key: Path) -> str:
+    """What a site is told whose key the server does not admit: what to do about it."""
+    name = key.stem
+    return (
+        f"the server does not admit this key ({fingerprint(public_line(key, name))}): send {name}.pub to the "
+        f"coordinator, who runs `fedhassle federation admit {name} {name}.pub`"
+    )
 
 
 def keep_worker(words: list[str]) -> threading.Event:
@@ -54,8 +65,13 @@ def main() -> None:
     words = sys.argv[1:]
     speak()
     end_with_parent()
-    hurry_node()
     impossible = keep_worker(words)
+
+    def kept_out() -> None:
+        log.error("%s", not_admitted(Path(option(words, "--auth-supernode-private-key"))))
+        impossible.set()
+
+    hurry_node(kept_out)
     sys.argv = ["flower-supernode", "--isolation", "process", *words]
     try:
         flower_supernode()
