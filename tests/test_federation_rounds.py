@@ -11,8 +11,10 @@ from test_every_method import made
 
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
+from fedhassle.federation.audit import Audit
 from fedhassle.federation.messages import Content, Failure, answered, failure
 from fedhassle.methods import METHODS
+from fedhassle.provenance import own_code
 from fedhassle.rounds import Plan, federate
 from fedhassle.simulator import Simulator
 
@@ -237,6 +239,28 @@ def test_a_site_that_introduces_itself_oddly_is_not_admitted_and_told_why(words,
     (refused,) = [event for event in here.audit.read() if event["event"] == "refused"]
     assert refused["site"] == "client 2" and why in refused["why"] and len(refused["why"]) < 300
     assert f"the server refuses this site: {refused['why']}" in [one.getMessage() for one in caplog.records]
+
+
+def test_a_site_with_other_code_of_a_method_of_ones_own_is_not_admitted(tmp_path, module):
+    """Each site holds a file of its own; here they share the one, which changes before one of them starts."""
+    from federations import FakeGrid, Flying, Sites, held, site
+
+    agreed = terms(run='method = "own_code:Mine"')
+    path = tmp_path / f"{module('own_code', 'from fedhassle.methods import FedAvg as Mine')}.py"
+    nodes = {}
+    for name, (x, y) in held(small.dataset(), FEW).items():
+        before = path.read_text()
+        path.write_text(f"# of {name}\n{before}" if name == "client 2" else before)
+        nodes[name] = site(tmp_path, name, x, y, agreed).answer
+        path.write_text(before)
+    sites = Sites(FakeGrid(nodes), agreed, Audit(tmp_path / "audit.jsonl"), Flying().clock)
+    assert list(sites.gather(2)) == ["client 1", "client 3"]
+    joined, refused = (
+        [event for event in sites.audit.read() if event["event"] == kind] for kind in ("joined", "refused")
+    )
+    assert {event["versions"]["own_code:Mine"] for event in joined} == {own_code("own_code:Mine")}
+    assert [event["site"] for event in refused] == ["client 2"]
+    assert "its code of 'own_code:Mine' is another one" in refused[0]["why"]
 
 
 def test_a_node_that_could_not_say_who_it_is_is_asked_again(tmp_path):

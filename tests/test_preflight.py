@@ -4,6 +4,7 @@ import contextlib
 import socket
 import ssl
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -15,8 +16,9 @@ pytest.importorskip("cryptography")
 from fedhassle.federation import keys
 from fedhassle.federation import preflight as checks
 from fedhassle.federation.agreement import Address, Agreement, DataTerms, agreement_hash
+from fedhassle.provenance import own_code
 
-TERMS = DataTerms(("cat", "dog"), 8, 8, 1, (0.0,), (1.0,), flip=True, crop=1)
+TERMS = DataTerms(("cat", "dog"), 16, 16, 1, (0.0,), (1.0,), flip=True, crop=1)
 AGREEMENT = Agreement("Zoo", "localhost:8443", TERMS)
 PATIENCE = 5
 
@@ -255,6 +257,20 @@ def test_the_file_is_the_one_that_the_others_have():
     assert not check.ok and known in check.said and "0123" in check.said and "federation.toml" in check.advice
 
 
+def test_what_is_agreed_on_can_be_built_here(module):
+    check = checks.check_method(AGREEMENT)
+    assert check.ok and check.said == "hassle"
+    for run in ({"method": "own_check:Mine"}, {"net": "own_check:Mine"}):
+        check = checks.check_method(replace(AGREEMENT, run=run))
+        assert not check.ok and "'own_check:Mine' cannot be imported: ModuleNotFoundError" in check.said
+        assert "ask the coordinator for the file" in check.advice
+    module("own_check", "from fedhassle.methods import FedAvg as Mine")
+    check = checks.check_method(replace(AGREEMENT, run={"method": "own_check:Mine"}))
+    assert check.ok and check.said == f"own_check:Mine, code of own_check:Mine {own_code('own_check:Mine')}"
+    check = checks.check_method(replace(AGREEMENT, run={"method": {"name": "own_check:Mine", "batch": 0}}))
+    assert not check.ok and "method.batch" in check.said
+
+
 def test_the_key(tmp_path):
     key, public = tmp_path / "private" / "north.key", tmp_path / "north.pub"
     missing = checks.check_key(key)
@@ -276,7 +292,7 @@ def test_the_data(tmp_path):
     (place / "cat").mkdir(parents=True)
     check, site = checks.check_data(place, AGREEMENT)
     assert not check.ok and site is None and f"fedhassle data check {place}" in check.advice
-    Image.new("L", (8, 8)).save(place / "cat" / "1.png")
+    Image.new("L", (16, 16)).save(place / "cat" / "1.png")
     (place / "2.png").write_bytes(b"x")
     check, site = checks.check_data(place, AGREEMENT)
     assert check.ok and check.said == "1 image, 1 labelled; 1 skipped: 2.png" and len(site.y) == 1
@@ -288,11 +304,11 @@ def test_the_data(tmp_path):
 def test_all_of_it(papers, tmp_path):
     place, key = tmp_path / "images", tmp_path / "private" / "north.key"
     place.mkdir()
-    Image.new("L", (8, 8)).save(place / "1.png")
+    Image.new("L", (16, 16)).save(place / "1.png")
     keys.make_site_key(key, tmp_path / "north.pub", "north")
     with serving(http(datetime.now(UTC)), papers) as address:
         agreement = Agreement("Zoo", f"{address.host}:{address.port}", TERMS)
         found = checks.preflight(agreement, papers.ca, key, place, expected_hash="0123", patience=PATIENCE)
-    names = ["versions", "agreement", "key", "address", "certificate", "clock", "data"]
+    names = ["versions", "agreement", "method", "key", "address", "certificate", "clock", "data"]
     assert [check.name for check in found] == names
     assert [check.name for check in found if not check.ok and check.name != "versions"] == ["agreement"]

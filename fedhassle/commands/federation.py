@@ -83,8 +83,8 @@ def node(
 ) -> None:
     """Take part in a federation with this site's images, until Ctrl-C.
 
-    First it is checked that it can work: versions, agreement, key, server, clock and data. The node opens no
-    port to others; images stay here, and what methods have it keep lies in the federation's folder.
+    First it is checked that it can work: versions, agreement, method, key, server, clock and data. The node
+    opens no port to others; images stay here, and what methods have it keep lies in the federation's folder.
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement

@@ -34,7 +34,7 @@ from fedhassle.federation.messages import (
     unpacked,
     update_words,
 )
-from fedhassle.federation.terms import dataset_of, method_settings
+from fedhassle.federation.terms import dataset_of, method_settings, own_code_in
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
 from fedhassle.methods import METHODS
@@ -116,6 +116,7 @@ class SiteNode:
         self.parts = parted(x, y, agreed.validation)
         self.dataset = dataset_of(agreement, x, y)
         self.client = Client(name, len(self.parts.labelled), len(self.parts.unlabelled))
+        self.own = own_code_in(agreement)  # as it is now: a file that changes later is not imported again
         self._study: Study | None = None
 
     def answer(self, kind: str, content: Content) -> Content:
@@ -146,7 +147,7 @@ class SiteNode:
                 "unlabelled": self._told(self.client.unlabelled),
                 "validation": self._told(len(self.parts.validation)),
                 "agreed": agreement_hash(self.agreement),
-                "versions": versions(),
+                "versions": versions() | self.own,
             }
         )
 

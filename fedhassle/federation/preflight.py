@@ -47,7 +47,8 @@ def preflight(
     patience: float = PATIENCE,
 ) -> list[Check]:
     """All checks of a site, those that cost least first."""
-    checks = [check_versions(), check_agreement(agreement, expected_hash), check_key(key)]
+    checks = [check_versions(), check_agreement(agreement, expected_hash), check_method(agreement)]
+    checks += [check_key(key)]
     checks += check_server(parsed_address(agreement.address), ca, patience)
     return [*checks, check_data(data, agreement, labels, progress)[0]]
 
@@ -93,6 +94,21 @@ def check_agreement(agreement: Agreement, expected_hash: str | None) -> Check:
         return Check("agreement", True, said)
     said = f"this federation.toml has the hash {found}, the coordinator's {expected_hash}"
     return Check("agreement", False, said, "ask the coordinator for the present federation.toml")
+
+
+def check_method(agreement: Agreement) -> Check:
+    """Whether what is agreed on can be built here: methods and networks of one's own are not sent around."""
+    # PyTorch takes seconds to load, and every command of a federation imports this module.
+    from fedhassle.federation.terms import own_code_in, require_buildable, run_settings
+
+    try:
+        require_buildable(agreement)
+        settings, own = run_settings(agreement), own_code_in(agreement)
+    except UserError as error:
+        advice = "ask the coordinator for the file of the method or network, and put it where this is started"
+        return Check("method", False, str(error), advice)
+    code = "".join(f", code of {name} {known}" for name, known in own.items())
+    return Check("method", True, settings.method.name + code)
 
 
 def check_key(key: Path) -> Check:

@@ -13,6 +13,7 @@ from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.audit import Audit
 from fedhassle.federation.grid import Grid, Letter, Node
 from fedhassle.federation.messages import (
+    LONGEST_NAME,
     Content,
     Failure,
     Introduction,
@@ -21,6 +22,7 @@ from fedhassle.federation.messages import (
     introduction,
     short,
 )
+from fedhassle.federation.terms import own_code_in
 
 log = logging.getLogger("fedhassle")
 
@@ -56,7 +58,7 @@ class Sites:
 
     def __init__(self, grid: Grid, agreement: Agreement, audit: Audit, clock: Clock | None = None) -> None:
         self.grid, self.rules, self.audit = grid, agreement.rules, audit
-        self.agreed = agreement_hash(agreement)
+        self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
         self.clock = Clock() if clock is None else clock
         self.there: dict[str, Present] = {}
         self._asked: dict[str, Node] = {}  # by letter: nodes that have not said yet who they are
@@ -155,6 +157,13 @@ class Sites:
                 f"its federation's file is another one ({short(said.agreed)} in place of {self.agreed!r}): "
                 "send it the coordinator's"
             )
+        for path, code in self.own.items():
+            found = said.versions.get(path[:LONGEST_NAME], "nothing")
+            if found != code:
+                raise RefusedError(
+                    f"its code of {short(path)} is another one ({short(found)} in place of {code!r}): send "
+                    "it the coordinator's file, and let it start its node again"
+                )
 
     def _gone(self, waiting: Mapping[str, str], absent: dict[str, float], now: float) -> list[str]:
         """The letters to sites that have been away too long; `absent`: since when each is away."""

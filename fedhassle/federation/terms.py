@@ -14,7 +14,9 @@ from fedhassle.engine import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.requested import Requested, read_tables
+from fedhassle.names import find
+from fedhassle.provenance import own_code
+from fedhassle.requested import Requested, expanded, read_tables
 from fedhassle.runs import Folder
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
@@ -56,6 +58,16 @@ def agreed_method(settings: Settings, dataset: Dataset) -> Method:
 def require_buildable(agreement: Agreement) -> None:
     """Refuses an agreement whose method or network cannot be built here, as without a file of one's own."""
     agreed_method(run_settings(agreement), described(agreement))
+
+
+def own_code_in(agreement: Agreement) -> dict[str, str]:
+    """Of each method and network that is agreed on and is no one of ours: its import path and code's hash."""
+    run = expanded(dict(agreement.run))
+    names = {"method": run.get("method", {}).get("name"), "network": run.get("net")}
+    own = {what: str(name) for what, name in names.items() if name is not None and ":" in str(name)}
+    for what, name in own.items():
+        find(name, {}, what)  # what cannot be imported is an error of one sentence
+    return {name: own_code(name) or "" for name in own.values()}
 
 
 def settings_in(folder: Folder, agreement: Agreement) -> Settings:
