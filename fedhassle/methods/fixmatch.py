@@ -9,28 +9,38 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, hard_labels
-from fedhassle.method import Batch, Model, Models, Stream
-from fedhassle.methods.both import BothParts
+from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream
+from fedhassle.methods.fedavg import FedAvg
 
 
 @dataclass(frozen=True)
-class FixMatch(BothParts):
+class FixMatch(FedAvg):
     """FedAvg + FixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
-    ratio: int = 2  # ours: with its paper's 7 a partial client would make a third of the steps
+    # Unlabelled samples for each labelled one in a step; ours: with its paper's 7 a partial client would make
+    # a third of the steps.
+    ratio: int = 2
+    weight: float = 1.0  # λ_u, of the unlabelled part; its paper
     confidence: float = 0.95  # τ, below which a sample gets no label; its paper
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
+        require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
         require(self.confidence >= 0, f"confidence must be at least 0, got {self.confidence}")
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """A partial client's epoch is a pass over its unlabelled data; labelled batches come round again."""
+        if client.kind != "partial":
+            return super().phases(client, t)
+        streams = (self.unlabelled(), Stream("labelled", self.batch))
+        return (Phase("both", streams, (Descent("w", self.joint, self.sgd()),), self.epochs),)
 
     def unlabelled(self) -> Stream:
         """A weak and a strong view of each sample."""
         return Stream("unlabelled", self.ratio * self.batch, ("weak", "strong"))
 
-    def joint(
-        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, *draws: Tensor
-    ) -> Tensor:
+    def joint(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Tensor:
         """Cross-entropy on labels + λ_u · consistency; one forward pass, so that BatchNorm sees all."""
         views = (*labelled.views, *unlabelled.views)
         z, z_weak, z_strong = local["w"](torch.cat(views)).split([len(x) for x in views])

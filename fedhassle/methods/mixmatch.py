@@ -12,15 +12,16 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
-from fedhassle.method import Batch, Client, Models, Phase, Stream, Update
-from fedhassle.methods.both import BothParts
+from fedhassle.method import Batch, Client, Descent, Models, Phase, Stream, Update
+from fedhassle.methods.fedavg import FedAvg
 from fedhassle.vectors import Arrays
 
 
 @dataclass(frozen=True)
-class MixMatch(BothParts):
+class MixMatch(FedAvg):
     """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
+    ratio: int = 1  # unlabelled samples for each labelled one in a step; its paper
     weight: float = 1.0  # λ_u in the last round, to which it grows; its authors' 75: docs/methods.md
     temperature: float = 0.5  # T, which sharpens guessed labels; its paper
     alpha: float = 0.75  # of Beta(α, α), which mixes samples; its paper
@@ -29,6 +30,8 @@ class MixMatch(BothParts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
+        require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
         require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
         require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
         require(self.rounds is None or self.rounds >= 1, f"rounds must be at least 1, got {self.rounds}")
@@ -37,13 +40,13 @@ class MixMatch(BothParts):
         """With λ_u that grows to the run's last round, unless it is to stop earlier."""
         return self if self.rounds else replace(self, rounds=rounds)
 
-    def unlabelled(self) -> Stream:
-        """Two weak views of each sample: K = 2 guesses."""
-        return Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))
-
-    def on_both(self) -> Phase:
-        """The walk of a partial client; each step draws how to mix."""
-        return replace(super().on_both(), draw=self.mixing)
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """As FixMatch's, but two weak views of each unlabelled sample: K = 2 guesses; each step is mixed."""
+        if client.kind != "partial":
+            return super().phases(client, t)
+        guessed = Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))
+        streams, descent = (guessed, Stream("labelled", self.batch)), Descent("w", self.joint, self.sgd())
+        return (Phase("both", streams, (descent,), self.epochs, draw=self.mixing),)
 
     def mixing(self, rng: np.random.Generator) -> np.ndarray:
         """λ, and for each sample whom it is mixed with."""
@@ -60,7 +63,7 @@ class MixMatch(BothParts):
         return state | {"ramp": torch.full((1,), share, device=state["w"].device)}
 
     def joint(
-        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, *draws: Tensor
+        self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, draw: Tensor
     ) -> Tensor:
         """Cross-entropy on mixed labelled samples + λ_u · squared error on mixed unlabelled ones."""
         x, u = labelled.views[0], torch.cat(unlabelled.views)
@@ -68,7 +71,7 @@ class MixMatch(BothParts):
         guesses = now(u).softmax(1).chunk(2)
         guess = sharpen((guesses[0] + guesses[1]) / 2, self.temperature)
         target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
-        both, target = self.mixed(torch.cat([x, u]), target, *draws)
+        both, target = self.mixed(torch.cat([x, u]), target, draw)
         z = local["w"](both)  # one pass: BatchNorm sees all, so nothing need be interleaved
         supervised = soft_cross_entropy(z[: len(x)], target[: len(x)]).mean()
         distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
