@@ -101,7 +101,7 @@ def modes_of(summary: Metrics) -> Mapping[str, str]:
     Summaries from before they were noted are read with the modes that a method of ours has now.
     """
     noted: Mapping[str, str] | None = summary.get("modes")
-    return METHODS.get(summary["method"], Method).described_modes() if noted is None else noted
+    return METHODS.get(summary["method"], Method).modes if noted is None else noted
 
 
 def spread(values: Sequence[float]) -> Spread:

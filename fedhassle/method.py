@@ -208,8 +208,7 @@ class Method:
 
     pooled: ClassVar[bool] = False  # whether all labelled data lie in one place: a reference, no federation
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
-    modes: ClassVar[tuple[str, ...]] = ()  # the predictions that a user chooses from; (): the headline alone
-    mode_labels: ClassVar[Mapping[str, str]] = {}  # what modes are, in a few words, for those that need it
+    modes: ClassVar[Mapping[str, str]] = {}  # predictions to choose from and what each is; {}: the headline
 
     def __post_init__(self) -> None:
         # The upper bounds are those of memory: the walk of a whole phase is drawn before its first step.
@@ -268,11 +267,6 @@ class Method:
     def report(self, scores: Mapping[str, float]) -> dict[str, float]:
         """The accuracies that are reported, from those of the predictions."""
         return dict(scores)
-
-    @classmethod
-    def described_modes(cls) -> dict[str, str]:
-        """The modes and what each is, as far as that is said."""
-        return {mode: cls.mode_labels.get(mode, "") for mode in cls.modes}
 
     def unsent(self) -> float:
         """Changes of an entry up to this size are sent in neither direction."""

@@ -43,7 +43,7 @@ class TrainedModel:
     @property
     def modes(self) -> tuple[str, ...]:
         """The predictions to choose from: SM, UM and EM for HASSLE, one for most methods."""
-        return self.method.modes or (self.method.headline,)
+        return tuple(self.method.modes) or (self.method.headline,)
 
     @property
     def image_size(self) -> tuple[int, int, int]:

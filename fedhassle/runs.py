@@ -305,7 +305,7 @@ def finish(
         **about_run,
         "rounds": last.t,
         "headline": method.headline,
-        "modes": method.described_modes(),
+        "modes": dict(method.modes),
         "accuracy": scores,
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
         "history": last.history,

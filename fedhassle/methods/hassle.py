@@ -61,8 +61,7 @@ class Hassle(Method):
     warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
 
     headline: ClassVar[str] = "EM"
-    modes: ClassVar[tuple[str, ...]] = ("SM", "UM", "EM")
-    mode_labels: ClassVar[Mapping[str, str]] = {
+    modes: ClassVar[Mapping[str, str]] = {
         "SM": "supervised + residual",
         "UM": "unsupervised + residual",
         "EM": "mean of SM and UM",
