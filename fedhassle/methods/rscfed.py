@@ -37,8 +37,8 @@ class RSCFed(FedAvg):
     subsets: int = 3  # K random subsets of a round's clients …
     subset_size: int = 5  # … of M each
     weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if any, or all that it holds; ours
-    boost: float = 6.0  # factor on the weight of a client with labels
-    boost_mean: bool = False  # also on its weight in the mean that distances are taken from
+    boost: float = 6.0  # factor on the weight of a client with labels, after distances …
+    boost_mean: bool = False  # … and on its f_i too, so that it counts squared: in their code, but off
     beta_labelled: float = 100.0  # β of a subset that has a client with labels …
     beta_unlabelled: float = 10_000.0  # … and of one that has none
 
@@ -109,25 +109,28 @@ class RSCFed(FedAvg):
         found = [self.consensus([updates[i] for i in subset]) for subset in drawn]
         return state | {"w": mean(found, [1.0] * len(found))}
 
-    def count(self, client: Client) -> int:
-        """f_i, a client's weight before distances and boosts."""
-        everything = client.labelled + client.unlabelled
-        return client.labelled or everything if self.weights == "labels" else everything
+    def boost_of(self, client: Client) -> float:
+        """b_i, the factor on the weight of a client with labels."""
+        return self.boost if client.labelled else 1.0
+
+    def first_weight(self, client: Client) -> float:
+        """f_i, a client's weight before distances; with `boost_mean` times b_i."""
+        held = client.labelled + client.unlabelled
+        samples = client.labelled or held if self.weights == "labels" else held
+        return samples * self.boost_of(client) if self.boost_mean else samples
 
     def consensus(self, updates: Sequence[Update]) -> Tensor:
-        """Distance-reweighted averaging: w_i ∝ f_i · exp(−β·d_i/n_i), labelled clients' times `boost`."""
-        vectors = [update.arrays["w"] for update in updates]
-        sizes = [update.client.labelled + update.client.unlabelled for update in updates]  # n_i
-        labelled = [update.client.labelled > 0 for update in updates]
-        boosts = [self.boost if has else 1.0 for has in labelled]
-        counts = [self.count(update.client) for update in updates]  # f_i
-        first = [f * b for f, b in zip(counts, boosts, strict=True)] if self.boost_mean else counts
-        centre = mean(vectors, first)
+        """Distance-reweighted averaging: w_i ∝ f_i · exp(−β·d_i/n_i) · b_i, d_i from the mean by f_i."""
+        vectors, clients = [update.arrays["w"] for update in updates], [update.client for update in updates]
+        sizes = [client.labelled + client.unlabelled for client in clients]  # n_i
+        weights = [self.first_weight(client) for client in clients]  # f_i
+        boosts = [self.boost_of(client) for client in clients]  # b_i
+        centre = mean(vectors, weights)
         distances = torch.stack([self.net.distance(vector, centre) for vector in vectors]).tolist()
-        beta = self.beta_labelled if any(labelled) else self.beta_unlabelled
+        beta = self.beta_labelled if any(client.labelled for client in clients) else self.beta_unlabelled
         # In logarithms: exp(−β·d/n) underflows.
         logs = [
             math.log(f) - beta * d / n + math.log(b)
-            for f, d, n, b in zip(first, distances, sizes, boosts, strict=True)
+            for f, d, n, b in zip(weights, distances, sizes, boosts, strict=True)
         ]
         return mean(vectors, [math.exp(value - max(logs)) for value in logs])
