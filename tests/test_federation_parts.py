@@ -31,7 +31,6 @@ from fedhassle.federation.admission import admit_site
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.attending import IMPOSSIBLE
 from fedhassle.federation.audit import Audit
-from fedhassle.federation.clientapp import site_node
 from fedhassle.federation.control import pem
 from fedhassle.federation.folder import FederationFolder
 from fedhassle.federation.grid import FlowerGrid, Letter, from_records, to_records
@@ -46,6 +45,7 @@ from fedhassle.federation.messages import (
     unpacked,
 )
 from fedhassle.federation.node import parted
+from fedhassle.federation.node_config import site_node
 from fedhassle.federation.serverapp import admitted_names
 from fedhassle.federation.superlink import Doors
 

@@ -2,73 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedhassle.data.labels import listed
-from fedhassle.data.site import SiteData, read_site
-from fedhassle.data.survey import conversions, skipped
-from fedhassle.errors import UserError
-from fedhassle.federation.agreement import read_agreement
-from fedhassle.federation.grid import from_records, to_records
-from fedhassle.federation.messages import RefusedError, failure
+from fedhassle.federation.grid import replied
 from fedhassle.federation.node import SiteNode
-from fedhassle.federation.terms import engine_of
-
-log = logging.getLogger("fedhassle")
-
-Config = Mapping[str, object]
-SHOWN = 100  # problems of one kind that are named
-NEEDED = ("site", "data", "file", "memory")
+from fedhassle.federation.node_config import site_node
 
 app = ClientApp()
-
-
-def site_node(config: Config) -> SiteNode:
-    """The site that a node's configuration describes: its name, images, federation's file and memory.
-
-    `labels` in it names a label file that lies elsewhere than in the folder of images.
-    """
-    missing = [key for key in NEEDED if not config.get(key)]
-    if missing:
-        raise UserError(f"the node's configuration lacks {', '.join(missing)}")
-    name, data, file, memory = (str(config[key]) for key in NEEDED)
-    torch.set_num_threads(int(str(config.get("threads", 1))))
-    agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
-    site = read_site(Path(data), agreement.data.form, Path(labels) if labels else None)
-    tell_problems(site)
-    engine = engine_of(agreement, str(config.get("device", "auto")))
-    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine)
-
-
-def tell_problems(site: SiteData) -> None:
-    """Logs which files are not used, and which only after a conversion."""
-    for note in site.notes:
-        log.warning("%s", note)
-    lost = skipped(site.problems)
-    for problem in lost[:SHOWN]:
-        log.warning("skipped %s: %s", problem.path, problem.what)
-    if len(lost) > SHOWN:
-        log.warning("skipped %d more (fedhassle data check --all names them)", len(lost) - SHOWN)
-    for what, files in conversions(site.problems, leave_out=()):
-        log.info("converted: %s: %d images: %s", what, len(files), listed(files, 3))
-
-
-def replied(node: SiteNode, message: Message) -> Message:
-    """A site's answer to one of Flower's messages."""
-    try:
-        content = from_records(message.content)
-    except RefusedError as error:
-        answer = failure(str(error))
-    else:
-        answer = node.answer(message.metadata.message_type, content)
-    return Message(to_records(answer), reply_to=message)
 
 
 @lru_cache(maxsize=1)
@@ -82,4 +25,5 @@ def the_node(config: tuple[tuple[str, object], ...]) -> SiteNode:
 @app.evaluate()
 def answer(message: Message, context: Context) -> Message:
     """Answers any message."""
-    return replied(the_node(tuple(sorted(context.node_config.items()))), message)
+    node = the_node(tuple(sorted(context.node_config.items())))
+    return replied(message, node.answer)

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid as FlwrGrid
 from safetensors.numpy import load, save
 
-from fedhassle.federation.messages import Content, RefusedError, from_json, short, to_json
+from fedhassle.federation.messages import Content, RefusedError, failure, from_json, short, to_json
 
 DIGITS = 6
 WORDS, ARRAYS = "words", "arrays"  # the records of a message
@@ -111,6 +111,17 @@ def to_answer(message: Message) -> Answer:
         return Answer(to, from_records(message.content))
     except RefusedError as error:
         return Answer(to, None, str(error))
+
+
+def replied(message: Message, answer: Callable[[str, Content], Content]) -> Message:
+    """A site's reply to a message: what it answers to that kind of content, or why it was refused."""
+    try:
+        content = from_records(message.content)
+    except RefusedError as error:
+        said = failure(str(error))
+    else:
+        said = answer(message.metadata.message_type, content)
+    return Message(to_records(said), reply_to=message)
 
 
 def to_records(content: Content) -> RecordDict:

@@ -38,8 +38,9 @@ from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
 from fedhassle.errors import UserError
 from fedhassle.federation.attending import IMPOSSIBLE
-from fedhassle.federation.clientapp import replied, site_node
+from fedhassle.federation.grid import replied
 from fedhassle.federation.node import SiteNode
+from fedhassle.federation.node_config import site_node
 from fedhassle.federation.pace import FIRST_RETRY, LAST_RETRY, Pace
 from fedhassle.federation.tail import speak
 
@@ -100,7 +101,7 @@ def fetch(address: str, token: str, fetched: SimpleQueue[Task]) -> None:
 def perform(task: Task, node: SiteNode) -> None:
     """Answers a message."""
     try:
-        push_message(task.line, replied(node, task.message), task.context)
+        push_message(task.line, replied(task.message, node.answer), task.context)
         push_task_output(task.line, task.context, SubStatus.COMPLETED, "")
     except Exception:  # as above
         # The task stays open: without a sign of life the SuperNode says in a while that it has failed.
