@@ -27,9 +27,8 @@ class Reply(NamedTuple):
 class Federation(Protocol):
     """Where clients train: in this process, or over a network."""
 
-    @property
-    def clients(self) -> Sequence[Client]:
-        """All of them, in a fixed order."""
+    def present(self) -> Sequence[Client]:
+        """Those who can take part now, in a fixed order; may wait for them."""
         ...
 
     def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> Sequence[Reply]:
@@ -70,7 +69,7 @@ def federate(
     federation.rewind(first - 1)
     told: set[Kind] = set()
     for t in range(first, plan.rounds + 1):
-        clients = select(federation.clients, plan, t)
+        clients = select(federation.present(), plan, t)
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]

@@ -56,6 +56,10 @@ class Simulator:
         self.memory = Memory() if memory is None else memory
         self.wire = Wire(self.memory, device)
 
+    def present(self) -> Sequence[Client]:
+        """All of them."""
+        return self.clients
+
     def train(self, method: Method, messages: Sequence[Message], t: int) -> list[Reply]:
         """Round t of the clients that are sent a message."""
         least = method.unsent()

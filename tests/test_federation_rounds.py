@@ -235,7 +235,7 @@ def test_a_site_that_introduces_itself_oddly_is_not_admitted_and_told_why(words,
     method = made("fedavg")
     here, grid = federation(tmp_path, method, "fedavg", split=FEW, settings=SHORT)
     grid.behaviour["client 2", "query"] = changed(lambda made: Content({**made.words, **words}))
-    assert [client.name for client in here.clients] == ["client 1", "client 3"]
+    assert [client.name for client in here.present()] == ["client 1", "client 3"]
     (refused,) = [event for event in here.audit.read() if event["event"] == "refused"]
     assert refused["site"] == "client 2" and why in refused["why"] and len(refused["why"]) < 300
     assert f"the server refuses this site: {refused['why']}" in [one.getMessage() for one in caplog.records]
@@ -267,11 +267,11 @@ def test_a_node_that_could_not_say_who_it_is_is_asked_again(tmp_path):
     method = made("fedavg")
     here, grid = federation(tmp_path, method, "fedavg", split=FEW, settings=SHORT)
     grid.behaviour["client 2", "query"] = raising
-    assert [client.name for client in here.clients] == ["client 1", "client 3"]
+    assert [client.name for client in here.present()] == ["client 1", "client 3"]
     del grid.behaviour["client 2", "query"]
-    assert [client.name for client in here.clients] == ["client 1", "client 3"]  # not at once
+    assert [client.name for client in here.present()] == ["client 1", "client 3"]  # not at once
     here.sites.clock.pause(10)
-    assert [client.name for client in here.clients] == ["client 1", "client 2", "client 3"]
+    assert [client.name for client in here.present()] == ["client 1", "client 2", "client 3"]
     assert [e["site"] for e in here.audit.read() if e["event"] == "failed"] == ["client 2"]
 
 
@@ -280,7 +280,7 @@ def test_of_two_sites_with_one_name_the_second_is_not_admitted(tmp_path):
     here, grid = federation(tmp_path, method, "fedavg", split=FEW, settings=SHORT)
     grid.named = False
     grid.behaviour["client 2", "query"] = changed(lambda made: Content({**made.words, "site": "client 1"}))
-    assert len(here.clients) == 2
+    assert len(here.present()) == 2
     assert "already" in next(e["why"] for e in here.audit.read() if e["event"] == "refused")
 
 
@@ -385,7 +385,7 @@ def test_a_run_taken_up_from_a_round_ends_in_the_same_bits(name, tmp_path):
 def test_coarse_counts_are_powers_of_two_and_still_train(tmp_path):
     method, agreed = made("fedavg"), terms(coarse=True)
     here, _ = federation(tmp_path, method, "fedavg", agreed=agreed, split=FEW, settings=SHORT)
-    clients = here.clients
+    clients = here.present()
     assert [(c.labelled, c.unlabelled) for c in clients] == [(16, 0), (8, 16), (8, 8)]  # of 20+0, 6+14, 9+11
     (done,) = federate(method, here, Plan(1, 3, 0), method.initial(0))
     assert [reply.update.samples for reply in done.replies] == [{"w": 16}, {"w": 8}, {"w": 8}]
@@ -396,7 +396,7 @@ def test_only_what_a_site_needs_goes_to_it(tmp_path):
     here, grid = federation(tmp_path, method, "hassle", settings=settings_of("hassle"))
     next(federate(method, here, Plan(1, 6, 0), method.initial(0)))
     by_node = {letter.node: letter.content for letter in grid.letters if letter.kind == "train"}
-    for client in here.clients:
+    for client in here.present():
         expected = {f"whole {name}" for name in method.message(method.initial(0), client, 1)}
         assert by_node[grid.ids[client.name]].arrays.keys() == expected
 

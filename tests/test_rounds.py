@@ -34,6 +34,9 @@ class Scripted:
         self.answers, self.asked, self.went_back = answers, [], []
         self.clients = clients or tuple(Client(name, n, 0) for name, (n, _) in answers.items())
 
+    def present(self):
+        return self.clients
+
     def rewind(self, t):
         self.went_back.append(t)
 

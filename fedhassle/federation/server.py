@@ -33,8 +33,7 @@ class FlowerFederation:
         self._merged: dict[str, int] = {}  # of each site the last round that its update was merged in
         self._checkpoints: list[int] = []
 
-    @property
-    def clients(self) -> list[Client]:
+    def present(self) -> list[Client]:
         """The sites that are there and free, in the order of their names; waits until there are enough."""
         found = self.sites.gather(self.sites.rules.minimum_sites)
         return [found[name].client for name in sorted(found)]
