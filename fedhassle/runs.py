@@ -314,10 +314,10 @@ def finish(
 
 def spread_out(path: Path) -> list[Path]:
     """A path as it is; a folder that is no run but holds finished ones as the folders in it."""
-    if not path.is_dir() or Folder(path).begun or finished(path):
+    if not path.is_dir() or Folder(path).begun or to_be_read(path):
         return [path]
     below = sorted(folder for folder in path.iterdir() if folder.is_dir())
-    return below if any(map(finished, below)) else [path]
+    return below if any(map(to_be_read, below)) else [path]
 
 
 def begun_in(path: Path) -> list[Path]:
@@ -327,8 +327,8 @@ def begun_in(path: Path) -> list[Path]:
     return sorted(folder for folder in path.iterdir() if Folder(folder).begun) or [path]
 
 
-def finished(path: Path) -> bool:
-    """Whether a path is to be read: a folder with a summary, a .json, or nothing, of which reading tells."""
+def to_be_read(path: Path) -> bool:
+    """Whether reading a path gives a summary, or tells the user best what is wrong: as where nothing is."""
     return Folder(path).summary.exists() if path.is_dir() else path.suffix == ".json" or not path.exists()
 
 

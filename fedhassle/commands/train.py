@@ -178,11 +178,11 @@ def compare(
     """
     from fedhassle.drawings.curves import FORMATS
     from fedhassle.drawings.formats import check_picture
-    from fedhassle.runs import finished, spread_out
+    from fedhassle.runs import spread_out, to_be_read
 
     check_picture(picture, FORMATS)
     there = [path for folder in folders for path in spread_out(folder)]
-    done = [path for path in there if finished(path)]
+    done = [path for path in there if to_be_read(path)]
     show_comparison(done or there, picture, against)  # if none is finished, the error names the first
     if len(done) < len(there):
         left = " ".join(str(path) for path in there if path not in done)

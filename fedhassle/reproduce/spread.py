@@ -23,7 +23,7 @@ from fedhassle.errors import DivergedError, UserError, require
 from fedhassle.launch import Identity, carry_out, images
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.work import RUNS, SIDE_BY_SIDE, Work, clear, finished, prepare
+from fedhassle.reproduce.work import RUNS, SIDE_BY_SIDE, Work, clear, prepare, summary_of
 from fedhassle.requested import PATHS, Requested
 from fedhassle.runs import Folder, Metrics, Step
 from fedhassle.together import Event
@@ -188,7 +188,7 @@ def carried_out(errand: Errand, told_to_stop: Callable[[Step | None], bool]) -> 
             for step in steps:
                 if told_to_stop(step):
                     return None
-    summary = finished(cell, folder)
+    summary = summary_of(cell, folder)
     clear(folder)
     return summary
 

@@ -229,7 +229,7 @@ class Work:
 
     def _result(self, cell: Cell) -> Metrics | None:
         """The summary of a cell's run, if that is finished."""
-        return finished(cell, Folder(self._home(cell)))
+        return summary_of(cell, Folder(self._home(cell)))
 
     def _keep(self, cell: Cell, summary: Metrics) -> None:
         """Tells the ledger of a finished run, then removes what only an unfinished one needs."""
@@ -258,7 +258,7 @@ def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
     return run
 
 
-def finished(cell: Cell, folder: Folder) -> Metrics | None:
+def summary_of(cell: Cell, folder: Folder) -> Metrics | None:
     """The summary in the folder of a cell's run, if it is there."""
     if not folder.summary.exists():
         return None
