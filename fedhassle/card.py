@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedhassle.data.layout import KINDS
-from fedhassle.names import counted
+from fedhassle.names import counted, some_of
 from fedhassle.runs import LAST, STANDS_IN, Metrics, averaged, on_test_images
 
 MOST_NAMES = 30  # classes that are listed
@@ -107,7 +107,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
     settings, machine = summary["settings"], summary["hardware"]
     place = "the sites' own machines" if is_federations(summary) else machine["gpu"] or machine["cpu"]
     return {
-        "classes": listed(about["class_names"]),
+        "classes": some_of(about["class_names"], MOST_NAMES),
         "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}; normalised with mean "
         f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1",
         "network": str(about["net"]),
@@ -155,12 +155,6 @@ def split(summary: Mapping[str, Any]) -> str:
     keys = ("kind", "annotation", "labels", "alpha")
     made = "from a file" if settings.get("file") else ", ".join(f"{key}={settings[key]}" for key in keys)
     return f"{made}; sha256 {summary['split_hash'][:12]}…"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Class names, the first of them where there are many."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def numbers(values: Sequence[float]) -> str:

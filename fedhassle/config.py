@@ -34,7 +34,7 @@ REQUIRED = ("networks", "initial", "phases", "predict")  # what `Method` leaves 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def listed(value: Any) -> Any:
+def words_in(value: Any) -> Any:
     """`a,b` as a list of words; anything else as it is."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
@@ -99,7 +99,7 @@ class Settings(BaseModel):
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
     compile: bool | None = None  # fuse kernels on a GPU, which takes a minute; else where it pays
     deterministic: bool = False  # the same bits in every run on one GPU, at some cost
-    track: Annotated[list[Tool] | None, BeforeValidator(listed)] = (
+    track: Annotated[list[Tool] | None, BeforeValidator(words_in)] = (
         None  # who else is told of every evaluation
     )
     split: SplitSettings = SplitSettings()

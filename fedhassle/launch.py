@@ -44,7 +44,7 @@ from fedhassle.parallel import on_cores
 from fedhassle.provenance import hardware, machine, versions
 from fedhassle.requested import Requested, flat, from_json, read_tables, to_json
 from fedhassle.rounds import Federation, Plan
-from fedhassle.runs import Folder, Metrics, Scores, Step, begin, conduct, finish, way_on
+from fedhassle.runs import Evaluation, Folder, Metrics, Step, begin, conduct, finish, way_on
 from fedhassle.simulator import Simulator
 from fedhassle.track import require_installed, tracking
 from fedhassle.vectors import Arrays
@@ -362,9 +362,9 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
-    def evaluate(state: Arrays, t: int) -> Scores:
+    def evaluate(state: Arrays, t: int) -> Evaluation:
         with QUIET.broken():
-            return Scores(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
+            return Evaluation(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
 
     with (
         locked(run.folder.path),
@@ -379,7 +379,7 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
 def carry_on(
     run: Run,
     federation: Federation,
-    evaluate: Callable[[Arrays, int], Scores | None],
+    evaluate: Callable[[Arrays, int], Evaluation | None],
     about: Metrics | None = None,
     took_part: Callable[[], Metrics] | None = None,
 ) -> Iterator[Step]:

@@ -22,6 +22,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def some_of(names: Iterable[str], most: int = 10) -> str:
+    """Names in a sentence, the first of them where there are many: a, b and 3 more."""
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
+
+
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:
     """The value of a known name, or what an import path such as `package.module:Name` leads to."""
     if name in known:

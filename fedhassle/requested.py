@@ -18,7 +18,8 @@ from fedhassle.names import nearest
 
 T = TypeVar("T")
 
-Settings = dict[str, Any]
+Tables = dict[str, Any]
+"""Settings as TOML has them: in tables, as far as they are given, and not checked."""
 Changes = Sequence[str] | Mapping[str, Any]
 """Settings over others: words KEY=VALUE, or a mapping whose keys may be dotted."""
 
@@ -32,7 +33,7 @@ DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # where none is named
 class Requested(NamedTuple):
     """Layers of settings, the later ones over the earlier; each holds only what differs from the paper's."""
 
-    layers: tuple[Settings, ...]
+    layers: tuple[Tables, ...]
 
     @property
     def data(self) -> str:
@@ -59,21 +60,21 @@ def request(config: str | None, *changes: Changes) -> Requested:
     return Requested((anchored(read(config or "quick")), *(anchored(layer(one)) for one in changes)))
 
 
-def layer(changes: Changes) -> Settings:
+def layer(changes: Changes) -> Tables:
     """Changes as tables of settings."""
     pairs = changes.items() if isinstance(changes, Mapping) else [key_value(change) for change in changes]
-    made: Settings = {}
+    made: Tables = {}
     for key, value in pairs:
         made = overlaid(made, expanded(nested(key, value)))
     return made
 
 
-def read(config: str) -> Settings:
+def read(config: str) -> Tables:
     """A preset by name, or a TOML file."""
     return expanded(read_toml(config, "presets", "preset"))
 
 
-def read_toml(name: str, folder: str, what: str) -> Settings:
+def read_toml(name: str, folder: str, what: str) -> Tables:
     """A TOML file: one that the package ships in a folder, by its name, or a user's own by its path."""
     known = shipped(folder)
     if name in known:
@@ -86,7 +87,7 @@ def read_toml(name: str, folder: str, what: str) -> Settings:
     )
 
 
-def read_tables(path: Path) -> Settings:
+def read_tables(path: Path) -> Tables:
     """A TOML file as tables."""
     try:
         text = path.read_text("utf-8")
@@ -95,7 +96,7 @@ def read_tables(path: Path) -> Settings:
     return parsed(text, str(path))
 
 
-def parsed(text: str, where: str) -> Settings:
+def parsed(text: str, where: str) -> Tables:
     """TOML as tables, not nested without end."""
     try:
         settings = tomllib.loads(text)
@@ -149,9 +150,9 @@ def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
     choices = []
     for words in vary:
         key, equals, values = words.partition("=")
-        if not equals or not key or not all(value.strip() for value in listed(values)):
+        if not equals or not key or not all(value.strip() for value in between_commas(values)):
             raise UserError(f"{words!r} is no choice: write KEY=V1,V2, such as seed=0,1,2")
-        choices.append((key.strip(), [value.strip() for value in listed(values)]))
+        choices.append((key.strip(), [value.strip() for value in between_commas(values)]))
     return [(name, [f"{key}={value}" for key, value in chosen]) for name, chosen in combinations(choices)]
 
 
@@ -162,7 +163,7 @@ def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, 
     return [("-".join(str(value) for _, value in chosen), chosen) for chosen in found]
 
 
-def listed(text: str) -> list[str]:
+def between_commas(text: str) -> list[str]:
     """What stands between commas, but for those in brackets or quotes: tables and lists stay whole."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -177,23 +178,23 @@ def listed(text: str) -> list[str]:
     return parts
 
 
-def nested(key: str, value: Any) -> Settings:
+def nested(key: str, value: Any) -> Tables:
     """`a.b = value` as tables."""
     parts = key.split(".")
     if len(parts) > DEEPEST:
         raise UserError(f"unknown setting {key[:50]!r}…: no setting lies in more than {DEEPEST} tables")
     for part in reversed(parts):
         value = {part: value}
-    result: Settings = value
+    result: Tables = value
     return result
 
 
-def expanded(settings: Settings) -> Settings:
+def expanded(settings: Tables) -> Tables:
     """`method = "x"` as `method.name = "x"`, and so for the other short tables."""
     return {k: {"name": v} if k in SHORT and not isinstance(v, dict) else v for k, v in settings.items()}
 
 
-def anchored(layer: Settings) -> Settings:
+def anchored(layer: Tables) -> Tables:
     """A layer whose paths stay right in another working folder."""
     for table, key in PATHS:
         value = layer.get(table, {}).get(key) if isinstance(layer.get(table), dict) else None
@@ -205,7 +206,7 @@ def anchored(layer: Settings) -> Settings:
     return layer
 
 
-def overlaid(below: Settings, above: Settings) -> Settings:
+def overlaid(below: Tables, above: Tables) -> Tables:
     """Two layers as one: tables are merged, anything else above replaces what is below."""
     merged = dict(below)
     for key, value in above.items():

@@ -126,7 +126,7 @@ class Folder(NamedTuple):
         return self.path / "memory"
 
 
-class Scores(NamedTuple):
+class Evaluation(NamedTuple):
     """What an evaluation found: accuracy by prediction, and what else a line of metrics is to hold."""
 
     accuracy: dict[str, float]
@@ -146,7 +146,7 @@ def conduct(
     method: Method,
     federation: Federation,
     plan: Plan,
-    evaluate: Callable[[Arrays, int], Scores | None],
+    evaluate: Callable[[Arrays, int], Evaluation | None],
     evaluate_every: int,
     start: Checkpoint,
 ) -> Iterator[Step]:
@@ -160,10 +160,10 @@ def conduct(
         tally.add(done)
         metrics = None
         if done.t % evaluate_every == 0 or done.t == plan.rounds:
-            scores = evaluate(done.state, done.t)
-            if scores is not None:
-                check_headline(method, scores.accuracy)
-                metrics = tally.metrics(done.t, scores, time.perf_counter() - clock)
+            found = evaluate(done.state, done.t)
+            if found is not None:
+                check_headline(method, found.accuracy)
+                metrics = tally.metrics(done.t, found, time.perf_counter() - clock)
                 clock, tally = time.perf_counter(), Tally(method)
                 history = [*history, metrics]
                 append(folder.metrics, metrics)
@@ -215,18 +215,18 @@ class Tally:
         self.clients.extend(client for client in done.clients if client.name in there)
         self.models |= dict.fromkeys(sorted(trainable(self.method, done.t)))
 
-    def metrics(self, t: int, scores: Scores, seconds: float) -> Metrics:
+    def metrics(self, t: int, found: Evaluation, seconds: float) -> Metrics:
         """One line of metrics; what is not known is None."""
         return {
             "round": t,
-            "accuracy": scores.accuracy,
+            "accuracy": found.accuracy,
             "loss": self.losses(),
             "pseudo_label_accuracy": self.labelling(),
             "bytes_down": self.by_kind(lambda reply: reply.bytes_down),
             "bytes_up": self.by_kind(lambda reply: reply.bytes_up),
             "clients": {kind: sum(c.kind == kind for c in self.clients) for kind in KINDS},
             "seconds": round(seconds, 3),
-            **scores.more,
+            **found.more,
         }
 
     def losses(self) -> dict[str, float | None]:

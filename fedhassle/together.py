@@ -67,7 +67,7 @@ def carry_out_together(runs: Iterable[Run], width: int | None = None) -> Generat
             else:
                 stack.enter_context(engine.active())
                 stack.enter_context(heard())
-                events = side_by_side(group, width)
+                events = in_threads(group, width)
             for event in stack.enter_context(closing(events)):
                 begun += event.begun is not None
                 yield event._replace(run=before + event.run)
@@ -107,7 +107,7 @@ def in_turn(runs: Iterable[Run]) -> Generator[Event]:
         yield Event(i, error=error)
 
 
-def side_by_side(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
+def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
     """So many runs at once, each in a thread and on streams of its own; when one ends, the next."""
     if width is None:
         runs = list(runs)

@@ -23,7 +23,7 @@ from fedhassle.memory import Memory
 from fedhassle.method import Descent
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.rounds import Plan, federate
-from fedhassle.runs import Folder, Scores, begin, conduct
+from fedhassle.runs import Evaluation, Folder, begin, conduct
 from fedhassle.simulator import Simulator
 from fedhassle.vectors import all_finite
 
@@ -322,7 +322,7 @@ def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, 
     federation = Simulator(data, split, 0, ENGINE, 1, Memory(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
     start = begin(Folder(folder), method, plan.seed, CPU)
-    found = Scores({method.headline: 0.5})
+    found = Evaluation({method.headline: 0.5})
     return conduct(Folder(folder), method, federation, plan, lambda state, t: found, every, start)
 
 
@@ -498,7 +498,7 @@ def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path,
     looks, look = [], fedhassle.memory.round_files
     monkeypatch.setattr(fedhassle.memory, "round_files", lambda home: looks.append(home) or look(home))
     drawn = set()
-    evaluate = lambda state, t: Scores({"model": 0.5})  # noqa: E731
+    evaluate = lambda state, t: Evaluation({"model": 0.5})  # noqa: E731
     start = begin(Folder(tmp_path), PULLED, 0, CPU)
     for step in conduct(Folder(tmp_path), PULLED, simulator, Plan(4, 100, 0), evaluate, 1, start):
         drawn |= {client.name for client in step.clients}

@@ -16,7 +16,7 @@ from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.rounds import Plan, Reply, federate, select
-from fedhassle.runs import Scores, Tally
+from fedhassle.runs import Evaluation, Tally
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
@@ -72,7 +72,7 @@ def line_of(method, *rounds):
     tally = Tally(method)
     for done in rounds:
         tally.add(done)
-    return tally.metrics(rounds[-1].t, Scores({"model": 0.5}), 1.0)
+    return tally.metrics(rounds[-1].t, Evaluation({"model": 0.5}), 1.0)
 
 
 def test_the_bytes_of_a_dropped_update_have_travelled():

@@ -71,7 +71,7 @@ def test_what_is_no_choice_is_refused(word):
 def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
     """Three runs in threads against the same three one after another."""
     choices = [("s0", [*HASSLE, "seed=0"]), ("s1", [*HASSLE, "seed=1"]), ("avg", ["method=fedavg"])]
-    for way, folder in ((together.side_by_side, "threads"), (together.in_turn, "turns")):
+    for way, folder in ((together.in_threads, "threads"), (together.in_turn, "turns")):
         runs = launched(tmp_path / folder, *choices)
         events = list(way(runs))
         assert ends(events) == {0: None, 1: None, 2: None}
@@ -82,7 +82,7 @@ def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
         assert small.same(models[0][0], models[1][0])
 
 
-@pytest.mark.parametrize("way", [together.side_by_side, together.in_turn])
+@pytest.mark.parametrize("way", [together.in_threads, together.in_turn])
 def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
     choices = [("bad", ["method.lr=1e30", "method.clip=0"]), ("good", [])]
     runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
@@ -92,7 +92,7 @@ def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
     assert not (tmp_path / "bad" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("way", [together.side_by_side, together.in_turn])
+@pytest.mark.parametrize("way", [together.in_threads, together.in_turn])
 def test_an_error_does_not_keep_alive_what_its_run_held(tmp_path, way, monkeypatch):
     held = weakref.WeakSet()
 
@@ -121,7 +121,7 @@ def test_each_run_logs_to_its_own_file(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(together, "carry_out", saying)
-        assert set(ends(together.side_by_side(runs)).values()) == {None}
+        assert set(ends(together.in_threads(runs)).values()) == {None}
     for name, other in (("a", "b"), ("b", "a")):
         text = (tmp_path / name / "log.txt").read_text("utf-8")
         assert f"this is {name}" in text and f"this is {other}" not in text
@@ -144,7 +144,7 @@ def test_what_is_said_in_a_runs_thread_has_its_name(tmp_path):
 
 def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
-    watching = together.side_by_side(runs)
+    watching = together.in_threads(runs)
     next(event for event in watching if event.step is not None)
     watching.close()
     done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
@@ -166,7 +166,7 @@ def test_so_many_at_once_and_the_next_when_one_ends(tmp_path):
             taken.append(i)
             yield run
 
-    for event in together.side_by_side(ready(), 2):
+    for event in together.in_threads(ready(), 2):
         if event.begun is not None:
             assert event.begun is runs[event.run]
             going.add(event.run)
@@ -188,12 +188,12 @@ def test_runs_that_want_other_switches_wait_for_those_before(tmp_path, monkeypat
     def engine(settings):
         return FakeEngine(other, "one" if settings.seed < 2 else "two")
 
-    def side_by_side(group, width):
+    def in_threads(group, width):
         groups.append((group := list(group), width))
         yield from together.in_turn(group)
 
     monkeypatch.setattr(together, "build_engine", engine)
-    monkeypatch.setattr(together, "side_by_side", side_by_side)
+    monkeypatch.setattr(together, "in_threads", in_threads)
     events = list(together.carry_out_together(iter(runs), 5))
     assert groups == [(runs[:2], 5), (runs[2:], 5)]
     assert ends(events) == {0: None, 1: None, 2: None}

@@ -19,7 +19,7 @@ def methods_table(methods: Mapping[str, Figures], peak: float) -> Table:
     lines: list[tuple[str, Callable[[Figures], str]]] = [
         ("seconds a round", lambda m: spread(m["seconds"])),
         ("of an average round", lambda m: spread(m["seconds_of_average_round"])),
-        ("of the first rounds", lambda m: listed(m["seconds_of_first_rounds"])),
+        ("of the first rounds", lambda m: ", ".join(map(number, m["seconds_of_first_rounds"]))),
         *((f"of a plain round, {p}", plain_seconds(p)) for p in precisions),
         *((f"plain {p} / ours", plain_ratio(p)) for p in precisions),
         ("steps/s", lambda m: spread(m["steps_per_second"])),
@@ -77,11 +77,6 @@ def spread(figures: Figures, scale: float = 1.0) -> str:
     """A median and what it lies between."""
     median, low, high = (number(scale * figures[key]) for key in ("median", "min", "max"))
     return f"{median} ({low}–{high})"
-
-
-def listed(values: Sequence[float]) -> str:
-    """Several figures."""
-    return ", ".join(map(number, values))
 
 
 def number(value: float) -> str:

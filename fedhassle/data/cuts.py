@@ -77,7 +77,7 @@ def _cut_dirichlet(group: Group, alpha: float, rng: np.random.Generator) -> Cut:
     )
 
 
-KINDS: dict[str, Callable[[Group, float, np.random.Generator], Cut]] = {
+CUTS: dict[str, Callable[[Group, float, np.random.Generator], Cut]] = {
     "balanced": _cut_balanced,
     "dirichlet": _cut_dirichlet,
     "iid": _cut_iid,

@@ -36,7 +36,7 @@ LOGGER = logging.getLogger("fedhassle")
 Bytes = NDArray[np.uint8]
 
 
-class Arrays(NamedTuple):
+class RawData(NamedTuple):
     """What an .npz holds, as read from canonical files."""
 
     x_train: Bytes  # (N, H, W, C)
@@ -46,7 +46,7 @@ class Arrays(NamedTuple):
 
 
 # Turns the canonical files, in the order of their sources, into arrays.
-Reader = Callable[[Sequence[Path]], Arrays]
+Reader = Callable[[Sequence[Path]], RawData]
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def _advice(name: str, sources: Sequence[Source], folder: Path) -> str:
     """Says how to do without the download."""
     originals = ", ".join(source.name for source in sources)
     return (
-        f"Without network, put {name}.npz (arrays {', '.join(Arrays._fields)}) or the original {originals} "
+        f"Without network, put {name}.npz (arrays {', '.join(RawData._fields)}) or the original {originals} "
         f"into {folder}; $FEDHASSLE_DATA or --data-dir chooses another folder."
     )
 
 
-def _save(path: Path, arrays: Arrays) -> None:
+def _save(path: Path, arrays: RawData) -> None:
     """Writes an .npz; not compressed, since photographs hardly shrink and every run reads the file."""
     with atomic(path) as temporary:
         np.savez(temporary, **arrays._asdict())
@@ -223,10 +223,10 @@ def _shown(source: Source, url: str, progress: bool) -> Iterator[Callable[[int],
         yield lambda count: bar.advance(task, count)
 
 
-def read_idx(paths: Sequence[Path]) -> Arrays:
+def read_idx(paths: Sequence[Path]) -> RawData:
     """Reads MNIST's four files: training images and labels, test images and labels."""
     x_train, y_train, x_test, y_test = (_idx(path) for path in paths)
-    return Arrays(x_train[..., None], y_train, x_test[..., None], y_test)
+    return RawData(x_train[..., None], y_train, x_test[..., None], y_test)
 
 
 def _idx(path: Path) -> Bytes:
@@ -245,18 +245,18 @@ def _idx(path: Path) -> Bytes:
     return values.reshape(shape)
 
 
-def read_cifar10(paths: Sequence[Path]) -> Arrays:
+def read_cifar10(paths: Sequence[Path]) -> RawData:
     """Reads CIFAR-10's binary archive."""
     train = [f"cifar-10-batches-bin/data_batch_{batch}.bin" for batch in range(1, 6)]
     return _cifar(paths[0], train, "cifar-10-batches-bin/test_batch.bin", label_bytes=1)
 
 
-def read_cifar100(paths: Sequence[Path]) -> Arrays:
+def read_cifar100(paths: Sequence[Path]) -> RawData:
     """Reads CIFAR-100's binary archive, whose records begin with the coarse and the fine label."""
     return _cifar(paths[0], ["cifar-100-binary/train.bin"], "cifar-100-binary/test.bin", label_bytes=2)
 
 
-def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> Arrays:
+def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> RawData:
     """Reads the records of a CIFAR archive in memory: the last label byte, then the planes R, G, B."""
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -266,7 +266,7 @@ def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> Arr
         raise UserError(
             f"{path}: not a whole CIFAR archive ({error}); remove it to have it fetched"
         ) from error
-    return Arrays(*_split(train_records, label_bytes), *_split(test_records, label_bytes))
+    return RawData(*_split(train_records, label_bytes), *_split(test_records, label_bytes))
 
 
 def _records(archive: tarfile.TarFile, name: str, label_bytes: int) -> Bytes:

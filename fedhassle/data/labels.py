@@ -15,7 +15,7 @@ import numpy as np
 
 from fedhassle.data.npz import Labels
 from fedhassle.errors import UserError, require
-from fedhassle.names import nearest
+from fedhassle.names import nearest, some_of
 
 COLUMNS = ("file", "label")
 DELIMITERS = (",", ";", "\t")
@@ -67,7 +67,7 @@ def class_number(label: str, numbers: Mapping[str, int], where: str) -> int:
     """The number of a class by a name that someone wrote; the error says where."""
     number = known_number(label, numbers)
     if number is None:
-        hint = nearest(label, numbers) or f" ({listed(numbers)})"
+        hint = nearest(label, numbers) or f" ({some_of(numbers)})"
         raise UserError(f"{where} {label!r} is none of the classes{hint}")
     return number
 
@@ -90,12 +90,12 @@ def row_numbers(rows: Iterable[Row], class_names: Sequence[str], file: Path) -> 
         by_label.setdefault(same_text(row.label), []).append(row.number)
     if wrong:
         each = [
-            f"{label} (row{'s' * (len(where) > 1)} {listed(map(str, where), 5)}{nearest(label, numbers)})"
+            f"{label} (row{'s' * (len(where) > 1)} {some_of(map(str, where), 5)}{nearest(label, numbers)})"
             for label, where in by_label.items()
         ]
         raise UserError(
-            f"{file}: {len(wrong):,} rows have labels that are none of the classes ({listed(numbers)}): "
-            f"{listed(each)}; a blank label means none"
+            f"{file}: {len(wrong):,} rows have labels that are none of the classes ({some_of(numbers)}): "
+            f"{some_of(each)}; a blank label means none"
         )
     return {row: number for row, number in found.items() if number is not None}
 
@@ -133,12 +133,6 @@ def renumbered(y: Labels, theirs: Sequence[str] | None, ours: Sequence[str], whe
         for k, name in enumerate(names)
     ]
     return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
-
-
-def listed(names: Iterable[str], most: int = 10) -> str:
-    """Names in a sentence, not too many."""
-    shown = list(names)
-    return ", ".join(shown[:most]) + ", …" * (len(shown) > most)
 
 
 def _lines(path: Path) -> list[list[str]]:

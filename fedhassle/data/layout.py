@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fedhassle.errors import UserError
 
 Counts = npt.NDArray[np.int64]
-Labels = str | Mapping[str, float] | Sequence[float]
+LabelLayout = str | Mapping[str, float] | Sequence[float]
 
 Kind = Literal["full", "partial", "unlabelled"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -71,7 +71,9 @@ PAPER = {
 }
 
 
-def layout(labels: Labels, samples: int, clients: int = 20, size: int | None = None) -> tuple[Holding, ...]:
+def layout(
+    labels: LabelLayout, samples: int, clients: int = 20, size: int | None = None
+) -> tuple[Holding, ...]:
     """What each client holds, in the order full, partial, unlabelled or in that of a list of shares."""
     sizes = client_sizes(samples, clients, size)
     if isinstance(labels, str):
@@ -135,7 +137,7 @@ def units(counts: Counts) -> tuple[Counts, Counts]:
     return owner, np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
 
 
-def relabelled(labels: Labels, holdings: Sequence[Holding], sizes: Counts) -> Counts:
+def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts) -> Counts:
     """Labelled counts for clients whose sizes came out other than planned.
 
     A list of shares is taken of the real sizes. Otherwise full clients label all they hold, and the rest

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedhassle.data.download import Arrays
+from fedhassle.data.download import RawData
 from fedhassle.errors import UserError
+from fedhassle.names import some_of
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -48,7 +49,7 @@ class LabelledImages(NamedTuple):
 
 def read(path: Path) -> Content:
     """Reads an .npz and makes sure that its arrays fit together."""
-    found = members(path, Arrays._fields)
+    found = members(path, RawData._fields)
     x_train, y_train = _pair(found, "x_train", "y_train", path)
     x_test, y_test = _pair(found, "x_test", "y_test", path)
     size, test_size = x_train.shape[1:], x_test.shape[1:]
@@ -56,9 +57,9 @@ def read(path: Path) -> Content:
         raise UserError(f"{path}: x_train has images of {size}, x_test of {test_size}; expected one shape")
     present = np.unique(y_train)
     if len(present) < 2 or len(present) != present[-1] + 1:
-        some = ", ".join(map(str, present[:10])) + ", …" * (len(present) > 10)
         raise UserError(
-            f"{path}: y_train has the labels {some}; expected 0 to M−1, each of them, M at least 2"
+            f"{path}: y_train has the labels {some_of(map(str, present))}; "
+            "expected 0 to M−1, each of them, M at least 2"
         )
     if y_test.max() > present[-1]:
         raise UserError(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedhassle.data.cuts import KINDS, Group, Rows, shuffled_by
-from fedhassle.data.layout import Holding, Labels, layout, relabelled, thinned, units
+from fedhassle.data.cuts import CUTS, Group, Rows, shuffled_by
+from fedhassle.data.layout import Holding, LabelLayout, layout, relabelled, thinned, units
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
 
@@ -140,7 +140,7 @@ class Drawer(NamedTuple):
         if targets.size < 2:
             return [pool][: targets.size], []
         classes = np.unique(self.y[pool], return_inverse=True)[1].astype(np.int64)
-        cut = KINDS[self.kind](Group(classes, targets, least), self.alpha, self.stream(name))
+        cut = CUTS[self.kind](Group(classes, targets, least), self.alpha, self.stream(name))
         parts = np.split(pool[cut.order], np.cumsum(cut.sizes)[:-1])
         return parts, [f"{name}: {cut.note}"] if cut.note else []
 
@@ -152,7 +152,7 @@ def split(
     annotation: str = "independent",
     alpha: float = 0.1,
     clients: int = 20,
-    labels: Labels = "10%",
+    labels: LabelLayout = "10%",
     size: int | None = None,
     ratio: float | None = None,
     seed: int = 0,
@@ -164,7 +164,7 @@ def split(
     y = np.asarray(y)
     if y.ndim != 1 or y.size == 0 or not np.issubdtype(y.dtype, np.integer):
         raise UserError(f"y must be one class number per sample, got shape {y.shape} of {y.dtype}")
-    for name, value, known in (("kind", kind, KINDS), ("annotation", annotation, ANNOTATIONS)):
+    for name, value, known in (("kind", kind, CUTS), ("annotation", annotation, ANNOTATIONS)):
         if value not in known:
             raise UserError(f"split.{name}={value!r} is unknown; take {' or '.join(known)}")
     if not (math.isfinite(alpha) and alpha > 0):
@@ -196,7 +196,7 @@ class Apart(NamedTuple):
     sizes: Rows  # samples that each of them should get
 
 
-def _annotate_apart(drawer: Drawer, holdings: Sequence[Holding], labels: Labels) -> Annotated:
+def _annotate_apart(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
     """The authors' way: labels and unlabelled data of each kind of client are drawn apart."""
     n_l, n_u = np.array(holdings).T
     full = np.flatnonzero(n_u == 0)
@@ -232,7 +232,7 @@ def _annotate_apart(drawer: Drawer, holdings: Sequence[Holding], labels: Labels)
     )
 
 
-def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: Labels) -> Annotated:
+def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
     """One split over all clients, then a random share of each client's own data is labelled."""
     sizes = np.array([holding.size for holding in holdings])
     planned = np.array([holding.labelled for holding in holdings])
@@ -253,7 +253,7 @@ def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: Labels) -
     )
 
 
-ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], Labels], Annotated]] = {
+ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], LabelLayout], Annotated]] = {
     "independent": _annotate_apart,
     "own": _annotate_own,
 }

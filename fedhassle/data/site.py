@@ -35,7 +35,6 @@ from fedhassle.data import npz
 from fedhassle.data.labels import (
     Row,
     class_number,
-    listed,
     numbered,
     read_labels,
     renumbered,
@@ -45,7 +44,7 @@ from fedhassle.data.labels import (
 from fedhassle.data.npz import CHANNELS, Images, Labels
 from fedhassle.data.pictures import SUFFIXES, Met, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
-from fedhassle.names import counted
+from fedhassle.names import counted, some_of
 
 LABEL_FILE = "labels.csv"
 UNLABELLED = ("unlabelled", "unlabeled")  # folders, whatever their capitals
@@ -371,7 +370,7 @@ def _by_folders(path: Path, files: Sequence[str], class_names: Sequence[str]) ->
     """Labels by the first folder of each path."""
     numbers = numbered([folder_name(name) for name in class_names])
     same = len(numbers) == len(class_names)
-    require(same, f"two of the classes {listed(class_names)} would share a folder: use a {LABEL_FILE}")
+    require(same, f"two of the classes {some_of(class_names)} would share a folder: use a {LABEL_FILE}")
     tops = {top: _class_of_folder(path, top, numbers) for top in sorted({_top(f) or "" for f in files})}
     return np.array([tops[_top(file) or ""] for file in files], np.int64)
 

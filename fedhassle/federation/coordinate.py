@@ -33,7 +33,7 @@ from fedhassle.federation.terms import agreed_method, described, settings_in, se
 from fedhassle.files import locked, write_text
 from fedhassle.launch import Run, about_model, carry_on, logging_to
 from fedhassle.memory import Memory
-from fedhassle.runs import STANDS_IN, Folder, Scores, Step
+from fedhassle.runs import STANDS_IN, Evaluation, Folder, Step
 from fedhassle.track import require_installed
 from fedhassle.vectors import Arrays
 
@@ -178,20 +178,20 @@ class Judge:
         self.run, self.federation, self.test = run, federation, test
         self.best = best_so_far(run.folder)
 
-    def __call__(self, state: Arrays, t: int) -> Scores | None:
+    def __call__(self, state: Arrays, t: int) -> Evaluation | None:
         """Accuracy on the sites' validation images; if there are test images at the server, on these too.
 
         Where no site can tell, these stand in, and the line of metrics says so; the best round is never
         chosen by them, or they would be a test no more.
         """
-        scores = self.federation.evaluate(self.run.method, state, t)
-        if scores is not None:
-            self._keep_best(state, t, scores.accuracy)
+        found = self.federation.evaluate(self.run.method, state, t)
+        if found is not None:
+            self._keep_best(state, t, found.accuracy)
         if self.test is None:
-            return scores
+            return found
         tested = self._tested(state)
-        scores = Scores(tested, {STANDS_IN: True}) if scores is None else scores
-        return Scores(scores.accuracy, {**scores.more, "test": tested})
+        found = Evaluation(tested, {STANDS_IN: True}) if found is None else found
+        return Evaluation(found.accuracy, {**found.more, "test": tested})
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
         """Writes the model of a round that the sites' validation images found better than all before it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from fedhassle.local import samples_by_name
 from fedhassle.method import Client, Method, Update
+from fedhassle.names import some_of
 from fedhassle.vectors import Arrays, all_finite
 
 WHOLE, INDEX, VALUE = "whole ", "index ", "value "  # before the name of a vector: how it is sent
@@ -180,7 +181,7 @@ def read_update(content: Content, method: Method, client: Client, message: Array
     samples = samples_by_name(phases, client)
     arrays = unpacked(content.arrays, message)
     if arrays.keys() != samples.keys():
-        raise RefusedError(f"it sent {listed(arrays)} in place of {listed(samples)}")
+        raise RefusedError(f"it sent {short_names(arrays)} in place of {short_names(samples)}")
     networks = method.networks()
     for name, vector in arrays.items():
         net = networks.get(name)
@@ -190,7 +191,8 @@ def read_update(content: Content, method: Method, client: Client, message: Array
     bad = [name for name in arrays if not all_finite([[arrays[name]]])[0]]
     if bad:
         raise RefusedError(
-            f"its {listed(bad)} holds NaN or infinite values (method.clip=1 or a smaller method.lr may help)"
+            f"its {short_names(bad)} holds NaN or infinite values "
+            "(method.clip=1 or a smaller method.lr may help)"
         )
     losses = read_losses(content.words.get("losses"), samples)
     return Update(client, arrays, samples, losses, read_labelling(content.words.get("labelling")))
@@ -251,6 +253,6 @@ def readable(said: Any) -> str:
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
 
 
-def listed(names: Mapping[str, Any] | Sequence[str]) -> str:
-    """Names in one line."""
-    return ", ".join(short(name) for name in names) or "nothing"
+def short_names(names: Iterable[str]) -> str:
+    """Names in one line, the first of them where there are many."""
+    return some_of(map(short, names)) or "nothing"

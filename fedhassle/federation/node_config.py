@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from fedhassle.data.labels import listed
 from fedhassle.data.site import SiteData, read_site
 from fedhassle.data.survey import conversions, skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.node import SiteNode
 from fedhassle.federation.terms import engine_of
+from fedhassle.names import some_of
 
 log = logging.getLogger("fedhassle")
 
@@ -49,4 +49,4 @@ def tell_problems(site: SiteData) -> None:
     if len(lost) > SHOWN:
         log.warning("skipped %d more (fedhassle data check --all names them)", len(lost) - SHOWN)
     for what, files in conversions(site.problems, leave_out=()):
-        log.info("converted: %s: %d images: %s", what, len(files), listed(files, 3))
+        log.info("converted: %s: %d images: %s", what, len(files), some_of(files, 3))

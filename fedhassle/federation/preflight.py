@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from cryptography import x509
 
-from fedhassle.data.labels import listed
 from fedhassle.data.site import Progress, SiteData, read_site
 from fedhassle.data.survey import skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address, Agreement, agreement_hash, parsed_address
 from fedhassle.federation.keys import fingerprint, others_may_read, public_line, read_certificate
+from fedhassle.names import some_of
 from fedhassle.version import FLOWER, package_version
 
 PATIENCE = 10.0  # seconds to wait for an answer
@@ -137,7 +137,7 @@ def check_data(
     said = f"{len(site.y):,} image{'s' * (len(site.y) != 1)}, {labelled:,} labelled"
     lost = [problem.path for problem in skipped(site.problems)]
     if lost:
-        said += f"; {len(lost):,} skipped: {listed(lost, 3)}"
+        said += f"; {len(lost):,} skipped: {some_of(lost, 3)}"
     return Check("data", True, said), site
 
 
@@ -205,7 +205,7 @@ def _explained(error: ssl.SSLCertVerificationError, address: Address, ca: Path, 
         return _wrong_time(address, patience, late=code == EXPIRED)
     if code in WRONG_NAMES:
         names = _names_of_server(address, patience)
-        said = f"the certificate is not for {address.host}" + (f" but for {listed(names)}" if names else "")
+        said = f"the certificate is not for {address.host}" + (f" but for {some_of(names)}" if names else "")
         return Check(
             "certificate",
             False,

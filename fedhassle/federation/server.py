@@ -14,7 +14,7 @@ from fedhassle.federation.sites import Answers, Sites
 from fedhassle.memory import Memory
 from fedhassle.method import Client, Method
 from fedhassle.rounds import Reply
-from fedhassle.runs import Scores
+from fedhassle.runs import Evaluation
 from fedhassle.vectors import Arrays
 from fedhassle.wire import HELD, Arrived, Wire, sent
 
@@ -93,7 +93,7 @@ class FlowerFederation:
             self.audit.write("failed", site=name, round=t, why=why)
         self.audit.write("round", round=t, contributed=list(contributed), failed=list(failed))
 
-    def evaluate(self, method: Method, state: Arrays, t: int) -> Scores | None:
+    def evaluate(self, method: Method, state: Arrays, t: int) -> Evaluation | None:
         """Accuracy on the sites' validation images, together and by site; None where none answers."""
         there = self.sites.free
         able = [name for name, said in there.items() if said.validation]
@@ -107,7 +107,7 @@ class FlowerFederation:
         counts = {name: hits.images for name, hits in found.items()}
         self.audit.write("evaluated", round=t, sites=list(found))
         more = {"sites": {name: {"accuracy": by_site[name], "count": counts[name]} for name in found}}
-        return Scores(accuracy(method, list(found.values())), more)
+        return Evaluation(accuracy(method, list(found.values())), more)
 
     def _hits(self, answers: Answers, t: int) -> dict[str, Hits]:
         """The hits of those that answered well and of the same predictions; the others are named."""
