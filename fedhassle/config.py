@@ -1,4 +1,4 @@
-"""Settings: their names, types and defaults (the paper's), and what is built from them."""
+"""Settings: their names, types and defaults (the paper's), and how they follow from what was asked for."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> float:
 
 
 def macro_auroc(probabilities: np.ndarray, y: np.ndarray) -> float:
-    """The mean over classes of each against the rest, of those that occur and do not occur alone."""
+    """The mean over the classes of each against the rest; without a class that none has, or all have."""
     each = [auroc(probabilities[:, k], y == k) for k in range(probabilities.shape[1])]
     defined = [value for value in each if not math.isnan(value)]
     return sum(defined) / len(defined) if defined else math.nan

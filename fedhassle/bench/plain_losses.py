@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhassle.bench.plain import Batch, Loss, flat
@@ -19,6 +18,7 @@ from fedhassle.losses import (
     cross_entropy_each,
     hard_labels,
     kl_divergence,
+    kl_divergence_each,
     one_hot,
     sharpen,
     soft_cross_entropy,
@@ -263,7 +263,7 @@ def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weight
         sure = (own.softmax(1).amax(1) >= confidence).float()  # (B,)
         each = cross_entropy_each(theta(strong), voted([own, *experts]))
         for expert in experts:
-            each = each + divergence(expert, z) / len(experts)
+            each = each + kl_divergence_each(expert, z) / len(experts)
         psi = flat(both.psi)
         total: Tensor = (
             weights.consistency * (sure * each).sum() / sure.sum().clamp_min(1)
@@ -279,11 +279,6 @@ def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weight
 def answers(models: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """The logits of models that do not learn."""
     return [model(x) for model in models]
-
-
-def divergence(target: Tensor, z: Tensor) -> Tensor:
-    """KL(softmax target ‖ softmax z) of each sample (B,)."""
-    return F.kl_div(z.log_softmax(1), target.log_softmax(1), log_target=True, reduction="none").sum(1)
 
 
 def voted(logits: Sequence[Tensor]) -> Tensor:

@@ -188,7 +188,7 @@ def split(
 Annotated = tuple[list[Rows], list[Rows], list[str]]
 
 
-class Apart(NamedTuple):
+class IndependentPart(NamedTuple):
     """One part of the data of one kind of client, which is divided among just these."""
 
     name: str
@@ -196,17 +196,17 @@ class Apart(NamedTuple):
     sizes: Rows  # samples that each of them should get
 
 
-def _annotate_apart(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
-    """The authors' way: labels and unlabelled data of each kind of client are drawn apart."""
+def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
+    """The authors' way: labels and unlabelled data of each kind of client are drawn independently."""
     n_l, n_u = np.array(holdings).T
     full = np.flatnonzero(n_u == 0)
     partial = np.flatnonzero((n_l > 0) & (n_u > 0))
     bare = np.flatnonzero(n_l == 0)
     parts = (  # in the order in which they take their pools
-        Apart("labels of full clients", full, n_l[full]),
-        Apart("labels of partial clients", partial, n_l[partial]),
-        Apart("unlabelled data of partial clients", partial, n_u[partial]),
-        Apart("data of unlabelled clients", bare, n_u[bare]),
+        IndependentPart("labels of full clients", full, n_l[full]),
+        IndependentPart("labels of partial clients", partial, n_l[partial]),
+        IndependentPart("unlabelled data of partial clients", partial, n_u[partial]),
+        IndependentPart("data of unlabelled clients", bare, n_u[bare]),
     )
     ends = np.cumsum([part.sizes.sum() for part in parts])
     pools = np.split(drawer.order(), ends)[: len(parts)]  # the rows behind the last end are nobody's
@@ -254,7 +254,7 @@ def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayo
 
 
 ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], LabelLayout], Annotated]] = {
-    "independent": _annotate_apart,
+    "independent": _annotate_independent,
     "own": _annotate_own,
 }
 

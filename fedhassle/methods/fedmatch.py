@@ -136,7 +136,7 @@ class FedMatch(Method):
         )
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
-        """σ and ψ; every tenth round also the ψ of the clients whose models are nearest to its own."""
+        """σ and ψ; every `helper_rounds` rounds also the ψ of the clients whose models are nearest."""
         sent = {"sigma": state["sigma"], "psi": state["psi"]}
         if t % self.helper_rounds or OUTPUT + client.name not in state:
             return sent

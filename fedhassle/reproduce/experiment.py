@@ -53,7 +53,7 @@ class Experiment:
     show: str  # one of `SHOWN`
     rows: tuple[str, ...]  # names of axes
     columns: tuple[str, ...]
-    metrics: tuple[str, ...]  # dotted, as in a run's metrics, or `HEADLINE`; so too where a run has none
+    metrics: tuple[str, ...]  # dotted, as in a run's metrics, or `HEADLINE`, which a run without any shows
     seeds: int
     settings: Mapping[str, Any]  # of all its runs, over the preset `paper`
     axes: tuple[Axis, ...]
