@@ -1,4 +1,4 @@
-"""The same from Python: one function that trains, and what it leaves behind."""
+"""fedhassle from Python: one function that trains, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a method is. No device, transport, engine or particular method is known here."""
+"""What a method is. No device, transport, engine or particular method is known here.
+
+Rulings, by their numbers here and elsewhere, are in docs/paper.md.
+"""
 
 from __future__ import annotations
 

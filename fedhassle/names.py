@@ -1,4 +1,4 @@
-"""Things by name: one of ours, or the import path of a user's own. And how many of them."""
+"""Things by name: one of ours, or the import path of a user's own; and names in a sentence."""
 
 from __future__ import annotations
 

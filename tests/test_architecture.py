@@ -1,6 +1,7 @@
 """Imports go one way, configuration stays at the top, and nothing draws from global randomness."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,21 @@ def layer(path):
 def test_every_module_has_its_layer():
     assert {layer(path) for path in FILES} <= HEIGHT.keys()
     assert all(is_module(name) or name == "__main__" for name in HEIGHT)
+
+
+def described(name):
+    """A row of the map: where a module or package lies, and the first line of its docstring."""
+    path = PACKAGE / f"{name}.py"
+    path, link = (path, path.name) if path.exists() else (PACKAGE / name / "__init__.py", name)
+    first = ast.get_docstring(ast.parse(path.read_text("utf-8"))).partition("\n")[0]
+    return f"| {HEIGHT[name] + 1} | [`{name}`](../fedhassle/{link}) | {first} |"
+
+
+def test_the_map_of_the_code_shows_every_layer():
+    """Its rows are those of `LAYERS`, each with what its docstring says."""
+    text = (PACKAGE.parent / "docs" / "code.md").read_text("utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
+    assert rows == [described(name) for names in LAYERS for name in sorted(names)]
 
 
 @EACH
