@@ -57,17 +57,18 @@ def digest(settings: Settings, images: str, split: str | None) -> str:
     plain["data"] |= {"folder": None, "name": images}
     if split is not None:
         plain["split"] = {"hash": split}
-    if code := own_code_of(settings):
-        plain["own_code"] = code
+    if own := own_code_of(settings):
+        plain["own_code"] = own
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def own_code_of(settings: Settings) -> str:
-    """What tells the source of a method and a network of one's own from others; "" where both are ours."""
+def own_code_of(settings: Settings) -> dict[str, str]:
+    """The hash of the source of a method and a network of one's own, by import path; ours have none."""
     net = settings.net or ""
     if ":" in net:  # its error says what is wrong; that of the method's name has been by now
         find(net, NETS, "network")
-    return " ".join(filter(None, map(own_code, (settings.method.name, net))))
+    found = {name: own_code(name) for name in (settings.method.name, net)}
+    return {name: code for name, code in found.items() if code is not None}
 
 
 def fingerprint(dataset: Dataset) -> str:

@@ -133,7 +133,7 @@ def sites(counts: Mapping[str, int]) -> str:
 def silent(summary: Mapping[str, Any]) -> str:
     """The sites of a federation that were there and contributed to no round, by name."""
     names = [name for name, site in summary.get("sites", {}).items() if not site["rounds"]]
-    return f"; without a contribution: {listed(names)}" if names else ""
+    return f"; without a contribution: {some_of(names, MOST_NAMES)}" if names else ""
 
 
 def drawn(summary: Mapping[str, Any]) -> str:

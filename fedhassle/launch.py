@@ -290,11 +290,10 @@ def reopen(path: Path, device: str | None = None, load: Load = build_dataset) ->
 
 def require_same_code(run: Run) -> None:
     """Refuses to go on with a method or network that is another one by now."""
-    noted = run.folder.own_code
-    if not noted.exists() or noted.read_text("utf-8").strip() == own_code_of(run.settings):
+    noted, own = run.folder.own_code, own_code_of(run.settings)
+    if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
         return
-    names = (run.settings.method.name, run.settings.net or "")
-    files = " or ".join(name.partition(":")[0] for name in names if ":" in name)
+    files = " or ".join(name.partition(":")[0] for name in own)
     raise UserError(
         f"{files} has changed since {run.folder.path} began: its rounds would be of two methods. Run anew in "
         f"another folder, or put the code back; or remove {noted} to go on all the same"
@@ -422,8 +421,8 @@ def record(run: Run) -> None:
     """Writes the split, the settings as resolved, in place of what was asked for, and whose code it is."""
     run.split.save(run.folder.split)
     write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
-    if code := own_code_of(run.settings):
-        write_text(run.folder.own_code, f"{code}\n")
+    if own := own_code_of(run.settings):
+        write_text(run.folder.own_code, own_code_text(own))
     run.folder.request.unlink(missing_ok=True)
 
 
@@ -484,8 +483,12 @@ def about_run(run: Run) -> Metrics:
 
 def versions_of(settings: Settings) -> dict[str, str]:
     """Of what a result depends on, own code included."""
-    code = own_code_of(settings)
-    return versions() | ({"own_code": code} if code else {})
+    return versions() | own_code_of(settings)
+
+
+def own_code_text(own: Mapping[str, str]) -> str:
+    """A line for each import path and the hash of its code."""
+    return "".join(f"{name} {code}\n" for name, code in own.items())
 
 
 def about_model(run: Run, sites: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:

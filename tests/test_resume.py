@@ -9,6 +9,7 @@ from small import assert_same_result, but_seconds, call, cut, metrics_of, tensor
 
 import fedhassle
 from fedhassle.launch import claim
+from fedhassle.provenance import versions
 from fedhassle.requested import request
 
 
@@ -117,8 +118,8 @@ def test_a_run_of_own_code_that_has_changed_is_not_taken_up(without_residuals, m
         fedhassle.run(out=folder, quiet=True)
     module(name, small.KEEPS.replace("NAME", "kept"))
     assert call("resume", folder)[0] == 0
-    noted = small.summary_of(folder)["versions"]["own_code"]
-    assert (folder / "own_code.txt").read_text() == f"{noted}\n" and noted
+    noted = small.summary_of(folder)["versions"]["own_changed:Keeps"]
+    assert (folder / "own_code.txt").read_text() == f"own_changed:Keeps {noted}\n" and noted
     cut(mine, tmp_path / "second", 3)
     module(name, small.KEEPS.replace("NAME", "kept") + "# another method\n")
     (tmp_path / "second" / "own_code.txt").unlink()
@@ -127,7 +128,7 @@ def test_a_run_of_own_code_that_has_changed_is_not_taken_up(without_residuals, m
 
 def test_a_run_of_ours_says_nothing_of_own_code(whole):
     assert not (whole / "own_code.txt").exists()
-    assert "own_code" not in small.summary_of(whole)["versions"]
+    assert small.summary_of(whole)["versions"].keys() == versions().keys()
 
 
 # Clients that keep something

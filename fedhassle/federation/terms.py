@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.build import build_engine, build_method, build_net
+from fedhassle.build import build_engine, build_method, build_net, own_code_of
 from fedhassle.config import MethodSettings, Settings, method_class, resolve
 from fedhassle.data.datasets import Dataset, like
 from fedhassle.engine import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.names import find
-from fedhassle.provenance import own_code
-from fedhassle.requested import Requested, expanded, read_tables
+from fedhassle.requested import Requested, read_tables
 from fedhassle.runs import Folder
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
@@ -62,12 +60,7 @@ def require_buildable(agreement: Agreement) -> None:
 
 def own_code_in(agreement: Agreement) -> dict[str, str]:
     """Of each method and network that is agreed on and is no one of ours: its import path and code's hash."""
-    run = expanded(dict(agreement.run))
-    names = {"method": run.get("method", {}).get("name"), "network": run.get("net")}
-    own = {what: str(name) for what, name in names.items() if name is not None and ":" in str(name)}
-    for what, name in own.items():
-        find(name, {}, what)  # what cannot be imported is an error of one sentence
-    return {name: own_code(name) or "" for name in own.values()}
+    return own_code_of(run_settings(agreement))
 
 
 def settings_in(folder: Folder, agreement: Agreement) -> Settings:
