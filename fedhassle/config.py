@@ -190,6 +190,10 @@ def method_class(name: str) -> type[Method]:
             f"method {name!r} does not define {', '.join(lacking)}: a method has {', '.join(REQUIRED)} "
             "of its own (docs/method.md shows how)"
         )
+    if not isinstance(found.modes, Mapping):
+        raise UserError(
+            f"method {name!r}: modes is a dict of predictions and what each is, got {found.modes!r}"
+        )
     return found
 
 

@@ -176,7 +176,10 @@ FORGOTTEN = """
     class Fine(Ridge):
         headline = "model"
         pooled: ClassVar[bool] = False
-        modes: "ClassVar[tuple[str, ...]]" = ("model",)
+        modes: "ClassVar[dict[str, str]]" = {"model": "the only one"}
+
+    class Names(Ridge):
+        modes = ("model",)
 
     @dataclass(frozen=True, slots=True)
     class Slots(Ridge):
@@ -192,10 +195,14 @@ FORGOTTEN = """
         ("Decorated", "Loose has fields of its own"),
         ("Untyped", "strength = 0.5 without a type is no setting.* write strength: TYPE = 0.5"),
         ("Bare", "lr = 0.5 without a type is no setting"),
+        ("Names", r"modes is a dict of predictions and what each is, got \('model',\)"),
     ],
 )
 def test_what_looks_like_a_field_and_is_none_is_refused(name, message, module):
-    """A subclass that forgot the decorator, or a type, inherits its parent's fields as they are."""
+    """A subclass that forgot the decorator, or a type, inherits its parent's fields as they are.
+
+    And modes without what they are would be missed when the run is summed up.
+    """
     module("own_loose", METHOD.format(field="") + FORGOTTEN)
     with pytest.raises(UserError, match=message):
         resolved(f"method=own_loose:{name}")
