@@ -136,7 +136,7 @@ def test_what_is_said_in_a_runs_thread_has_its_name(tmp_path):
     log.addHandler(handler)
     try:
         with launch.heard():
-            assert set(ends(together.side_by_side(runs)).values()) == {None}
+            assert set(ends(together.in_threads(runs)).values()) == {None}
     finally:
         log.removeHandler(handler)
     assert {("a", "run 0"), ("b", "run 1")} == set(said) and not log.filters
