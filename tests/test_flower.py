@@ -232,6 +232,22 @@ def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(
     assert_close(deployment.folder / "resumed" / "model.safetensors", simulated(deployment, 6))
 
 
+def test_a_run_does_not_outlive_its_server(deployment):
+    """Where nothing could end it: it frees its folder and says why; nobody is said to have asked for it."""
+    deployment.orders({})
+    deployment.submit("left", rounds=50, minimum=3)
+    deployment.until("left", lambda: deployment.events("left", "done"), "a round")
+    below = processes.children(deployment.link.pid)
+    coordinator = [pid for pid in below if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in {deployment.link.pid, *below} - set(coordinator):
+        os.kill(pid, signal.SIGKILL)
+    deployment.link.wait()
+    wait_until_free(deployment.folder / "left", LIMIT)
+    (said,) = deployment.events("left", "stopped")
+    assert coordinator and said["why"] == "the server's process has ended"
+    deployment.start_link()
+
+
 def test_a_strangers_key_gets_in_nowhere(deployment):
     """It knocks for a while, is told what to do, and is not to be started again."""
     deployment.stranger.wait(LIMIT)

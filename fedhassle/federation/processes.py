@@ -121,9 +121,12 @@ def handling(how: Any, *signals: signal.Signals) -> Iterator[None]:
 
 def end_with_parent() -> None:
     """Ends this process, as if it were asked to, once the one that started it by `running` is gone."""
-    if PARENT not in os.environ:
-        return
-    parent = int(os.environ.pop(PARENT))
+    if PARENT in os.environ:
+        end_with(int(os.environ.pop(PARENT)))
+
+
+def end_with(parent: int) -> None:
+    """Ends this process, as if it were asked to, once its parent is another one."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fedhassle.federation.control import pem
 from fedhassle.federation.coordinate import coordinate
 from fedhassle.federation.grid import FlowerGrid
 from fedhassle.federation.pace import hurry_server
+from fedhassle.federation.processes import end_with
 
 app = ServerApp()
 
@@ -32,6 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     """Carries a run out in the folder and by the file that it was submitted with."""
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
     agreement = read_agreement(Path(file))
+    end_with(os.getppid())  # what Flower started it for is gone then, and the folder is held no longer
     hurry_server()
     known = FlowerGrid(grid, partial(admitted_names, Path(file).parent))
     for _ in coordinate(known, agreement, Path(folder), Path(test) if test else None):
