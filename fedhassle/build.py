@@ -9,14 +9,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fedhassle.config import DataSettings, Settings, method_class
+from fedhassle.config import DataSettings, Settings, method_class, resolve
 from fedhassle.data import datasets, partition
 from fedhassle.data.datasets import Dataset
-from fedhassle.data.partition import Split
+from fedhassle.data.partition import ClientRow, Split, table
 from fedhassle.engine import Engine
 from fedhassle.errors import UserError
 from fedhassle.files import Stamp, stamp
@@ -24,7 +24,7 @@ from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
 from fedhassle.provenance import own_code
-from fedhassle.requested import MACHINE
+from fedhassle.requested import MACHINE, Requested
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
@@ -133,6 +133,29 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
         ratio=chosen.ratio,
         seed=settings.seed if chosen.seed is None else chosen.seed,
     )
+
+
+class Holdings(NamedTuple):
+    """Who holds what in a run."""
+
+    data: str
+    class_names: tuple[str, ...]
+    mixing: str  # how the classes are divided, in words
+    clients: tuple[ClientRow, ...]
+
+
+def holdings(requested: Requested) -> Holdings | None:
+    """Who holds what in a run; None where the images that say it are not at hand, or cannot be divided so."""
+    settings = resolve(requested)
+    chosen, seed = settings.split, settings.seed if settings.split.seed is None else settings.split.seed
+    try:
+        dataset = build_divisible(settings)
+        rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
+    except UserError:
+        return None
+    mixing = "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
+    mixing = f"{mixing}, seed {seed}" if chosen.file is None else Path(chosen.file).name
+    return Holdings(dataset.name, dataset.class_names, mixing, tuple(rows))
 
 
 def build_engine(settings: Settings) -> Engine:

@@ -18,7 +18,6 @@ import torch
 
 from fedhassle.build import (
     build_dataset,
-    build_divisible,
     build_engine,
     build_method,
     build_net,
@@ -32,7 +31,7 @@ from fedhassle.config import DEVICES_OWN, Settings, method_class, resolve, resol
 from fedhassle.cuda_sharing import QUIET
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.layout import KINDS, kind_of
-from fedhassle.data.partition import ClientRow, Split, pooled, steps_on_labels, table
+from fedhassle.data.partition import Split, pooled, steps_on_labels
 from fedhassle.drawings.curves import draw_curves
 from fedhassle.errors import UserError, require
 from fedhassle.evaluate import accuracy, check_predictions
@@ -125,29 +124,6 @@ def identify(requested: Requested) -> Identity:
         machine(hardware(device, settings.threads)),
         method_class(settings.method.name).headline,
     )
-
-
-class Holdings(NamedTuple):
-    """Who holds what in a run."""
-
-    data: str
-    class_names: tuple[str, ...]
-    mixing: str  # how the classes are divided, in words
-    clients: tuple[ClientRow, ...]
-
-
-def holdings(requested: Requested) -> Holdings | None:
-    """Who holds what in a run; None where the images that say it are not at hand, or cannot be divided so."""
-    settings = resolve(requested)
-    chosen, seed = settings.split, settings.seed if settings.split.seed is None else settings.split.seed
-    try:
-        dataset = build_divisible(settings)
-        rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
-    except UserError:
-        return None
-    mixing = "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
-    mixing = f"{mixing}, seed {seed}" if chosen.file is None else Path(chosen.file).name
-    return Holdings(dataset.name, dataset.class_names, mixing, tuple(rows))
 
 
 def images(requested: Requested) -> Dataset:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from small import call
 
-from fedhassle.build import build_dataset, build_split
+from fedhassle.build import build_dataset, build_split, holdings
 from fedhassle.config import resolve
 from fedhassle.data import partition
-from fedhassle.launch import holdings
 from fedhassle.report import content
 from fedhassle.report.content import MISSING, OTHER, PARTIAL
 from fedhassle.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, WITHIN, findings

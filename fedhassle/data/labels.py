@@ -7,7 +7,7 @@ import csv
 import io
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ def known_number(label: str, numbers: Mapping[str, int]) -> int | None:
     return numbers.get(text, numbers.get(_whole(text)))
 
 
-def row_numbers(rows: Iterable[Row], class_names: Sequence[str], file: Path) -> dict[int, int]:
+def row_numbers(rows: Sequence[Row], class_names: Sequence[str], file: Path) -> dict[int, int]:
     """The class of each row by the row's number, −1 for a blank label; one error for all that are none."""
     numbers = numbered(class_names)
     found = {row.number: known_number(row.label, numbers) if row.label else -1 for row in rows}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fedhassle.build import Holdings, holdings
 from fedhassle.data.datasets import CATALOGUE
 from fedhassle.drawings.charts import (
     COLOURS,
@@ -21,7 +22,6 @@ from fedhassle.drawings.charts import (
 from fedhassle.drawings.dots_svg import draw_split_svg
 from fedhassle.drawings.markup import Markup
 from fedhassle.groups import Curve
-from fedhassle.launch import Holdings, holdings
 from fedhassle.report.content import OTHER, Result, Section
 from fedhassle.report.grid import Entry, Grid, heading, picked
 from fedhassle.reproduce.experiment import Choice, Experiment

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
+from fedhassle.build import Holdings
 from fedhassle.drawings.dots import MOST_NAMES
 from fedhassle.drawings.markup import Markup, joined, tag
 from fedhassle.groups import spread
-from fedhassle.launch import Holdings
 from fedhassle.report.content import MISSING, OTHER, Report, Result, Section
 from fedhassle.report.findings import (
     CONFIRMED,
