@@ -36,13 +36,16 @@ def test_clipping_a_zero_gradient_keeps_it_zero():
     assert w.tolist() == [1, 1, 1]
 
 
-def numpy_round(state, clients, eta, gamma, lam, tau, delta):
-    """Algorithm 1's round, where a client takes one full-batch step per model (Eqs. 1 to 4 and 6 to 12)."""
+def numpy_round(state, clients, eta, gamma, lam, tau, delta, with_residual):
+    """Algorithm 1's round, where a client takes one full-batch step per model (Eqs. 1 to 4 and 6 to 12).
+
+    With the script's target (ruling 3) the other side stands for its w^(t−1) + r^(t) where it has them.
+    """
     found = {}
     for (x_l, y_l), x_u in clients:
         known = state.get("w_S_before")
         z = f(x_u, state["w_S"]) if known is None else f(x_u, known) + f(x_u, state["r_US"])
-        for x, y, (dual, other, residual, _) in (
+        for x, y, (dual, other, residual, other_residual) in (
             (x_l, y_l, other_way(SUPERVISED)),
             (x_u, z.argmax(1), other_way(UNSUPERVISED)),
         ):
@@ -51,14 +54,18 @@ def numpy_round(state, clients, eta, gamma, lam, tau, delta):
             w, r = state[dual], state[residual]
             step = pull_back(x, ce_gradient(f(x, w), y)) + 2 * gamma * (w - state[other])
             found.setdefault(dual, []).append((len(x), w - eta * step))
-            p, q = softmax((f(x, state[other]) - f(x, w)) / tau), softmax(f(x, r) / tau)
+            other_logits = f(x, state[other])
+            if with_residual and f"{other}_before" in state:
+                other_logits = f(x, state[f"{other}_before"]) + f(x, state[other_residual])
+            p, q = softmax((other_logits - f(x, w)) / tau), softmax(f(x, r) / tau)
             step = pull_back(x, ce_gradient(f(x, w) + f(x, r), y) + lam * (q - p) / (tau * len(x)))
             found.setdefault(residual, []).append((len(x), r - eta * (step + delta * r)))
     merged = {k: sum(n * w for n, w in v) / sum(n for n, _ in v) for k, v in found.items()}
     return state | merged | {"w_S_before": state["w_S"], "w_U_before": state["w_U"]}
 
 
-def test_three_rounds_of_algorithm_1_by_hand():
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_three_rounds_of_algorithm_1_by_hand(with_residual):
     """Three clients whose data is one batch: every model takes one step a round, momentum does not show.
 
     With a batch of n the one epoch is one step over all n samples. A residual takes one step as well, and
@@ -67,7 +74,9 @@ def test_three_rounds_of_algorithm_1_by_hand():
     data = small.dataset(side=3)
     holdings = [(range(0, 8), ()), (range(8, 16), range(16, 24)), ((), range(24, 32))]
     hyper = {"gamma": 0.05, "lam": 0.7, "tau": 2.0}
-    method = Hassle(NET, batch=8, epochs=1, lr=0.05, clip=0, residual_steps=1, residual_decay=0.01, **hyper)
+    steps = {"batch": 8, "epochs": 1, "lr": 0.05, "clip": 0, "residual_steps": 1, "residual_decay": 0.01}
+    target = "with_residual" if with_residual else "difference"
+    method = Hassle(NET, residual_target=target, **steps, **hyper)
     state = method.initial(4)
     expected = {k: v.double().numpy() for k, v in state.items()}
     pixels = (data.x_train.astype(np.float64) / 255 - 0.5) / 0.25
@@ -79,7 +88,7 @@ def test_three_rounds_of_algorithm_1_by_hand():
             here = small.site(data, labelled, unlabelled, name=f"client {k}")
             updates.append(train(method, here, method.message(state, here.client, t), None, t, seed=0)[0])
         state = method.merge(state, updates, t, np.random.default_rng(0))
-        expected = numpy_round(expected, clients, eta=0.05, delta=0.01, **hyper)
+        expected = numpy_round(expected, clients, 0.05, delta=0.01, with_residual=with_residual, **hyper)
         assert state.keys() == expected.keys()
         for name, vector in expected.items():
             np.testing.assert_allclose(state[name].numpy(), vector, rtol=1e-4, atol=2e-6, err_msg=name)

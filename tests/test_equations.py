@@ -127,14 +127,15 @@ def test_a_threshold_leaves_samples_without_a_label(world):
 def test_eqs_6_to_9_are_the_loss_of_a_residual(side, with_residual, tau, lam, world):
     """L_CE + λ·L_res, with z = f(x; w_S) and r = f(x; r_{U−S}).
 
-    Eq. 6: d = f(x; w_U) − z [+ f(x; r_{S−U}) with the script's target].
+    Eq. 6: d = f(x; w_U) − z, or with the script's target f(x; w_U^(t−1)) + f(x; r_{S−U}) − z.
     Eq. 7 (ruling 4): L_res = KL(σ(d/τ) ‖ σ(r/τ)), batch mean; by r: (σ(r/τ) − σ(d/τ))/(τ·B).
     Eq. 8: L_CE = ℓ(z + r, y); by r: (σ(z + r) − onehot y)/B.
     """
     x, y, vectors = world
     dual, other, residual, other_residual = other_way(side)
     z, r = f(x, vectors[dual]), f(x, vectors["local"])
-    d = f(x, vectors[other]) - z + (f(x, vectors[other_residual]) if with_residual else 0)
+    before = f(x, vectors[f"{other}_before"]) + f(x, vectors[other_residual])
+    d = (before if with_residual else f(x, vectors[other])) - z
     p, q = softmax(d / tau), softmax(r / tau)
     target = "with_residual" if with_residual else "difference"
     method = Hassle(NET, tau=tau, lam=lam, residual_target=target)
@@ -142,6 +143,22 @@ def test_eqs_6_to_9_are_the_loss_of_a_residual(side, with_residual, tau, lam, wo
     np.testing.assert_allclose(value, ce(z + r, y) + lam * kl(p, q), rtol=1e-12)
     np.testing.assert_allclose(
         grad, pull_back(x, ce_gradient(z + r, y) + lam * (q - p) / (tau * B)), rtol=1e-10, atol=1e-14
+    )
+
+
+@SIDES
+def test_until_the_other_residual_is_trained_its_dual_alone_is_the_target(side, world):
+    """Round 1, where no w^(t−1) exists: with the script's target, too, d = f(x; w_U) − f(x; w_S)."""
+    x, y, vectors = world
+    dual, other, residual, _ = other_way(side)
+    del vectors[f"{other}_before"]
+    z, r = f(x, vectors[dual]), f(x, vectors["local"])
+    p, q = softmax((f(x, vectors[other]) - z) / 2), softmax(r / 2)
+    method = Hassle(NET, residual_target="with_residual")
+    value, grad = descended(method, lambda *a: method.residual_loss(side, *a), residual, world)
+    np.testing.assert_allclose(value, ce(z + r, y) + kl(p, q), rtol=1e-12)
+    np.testing.assert_allclose(
+        grad, pull_back(x, ce_gradient(z + r, y) + (q - p) / (2 * B)), rtol=1e-10, atol=1e-14
     )
 
 

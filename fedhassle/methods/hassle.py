@@ -28,13 +28,22 @@ class Side(NamedTuple):
     dual: str  # its dual model
     other: str  # the dual model of the other side
     residual: str  # what `other` knows and `dual` lacks
-    other_residual: str
     before: str  # the dual that `residual` was trained against: w^(t−1) beside r^(t)
 
 
-SUPERVISED = Side("labelled", "w_S", "w_U", "r_US", "r_SU", "w_S_before")
-UNSUPERVISED = Side("unlabelled", "w_U", "w_S", "r_SU", "r_US", "w_U_before")
+SUPERVISED = Side("labelled", "w_S", "w_U", "r_US", "w_S_before")
+UNSUPERVISED = Side("unlabelled", "w_U", "w_S", "r_SU", "w_U_before")
 SIDES = (SUPERVISED, UNSUPERVISED)
+
+
+def opposite(side: Side) -> Side:
+    """Returns the other half."""
+    return UNSUPERVISED if side is SUPERVISED else SUPERVISED
+
+
+def behind_logits(side: Side, state: Arrays) -> set[str]:
+    """Returns the names of the models whose outputs `Hassle.logits` adds up."""
+    return {side.before, side.residual} if side.before in state else {side.dual}
 
 
 @dataclass(frozen=True)
@@ -110,10 +119,11 @@ class Hassle(Method):
             needed |= {side.dual}
             needed |= {side.other} if self.mpa else set()
             if self.trains_residuals(t):
-                needed |= {side.other, side.residual}
-                needed |= {side.other_residual} if self.residual_target == "with_residual" else set()
+                with_residual = self.residual_target == "with_residual"
+                needed |= {side.residual}
+                needed |= behind_logits(opposite(side), state) if with_residual else {side.other}
             if side is UNSUPERVISED:  # for the pseudo-labels
-                needed |= {"w_S_before", "r_US"} if "w_S_before" in state else {"w_S"}
+                needed |= behind_logits(SUPERVISED, state)
         return {name: vector for name, vector in state.items() if name in needed}
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
@@ -154,12 +164,12 @@ class Hassle(Method):
         return loss + self.gamma * measure(local[side.dual].weights, received[side.other].weights)
 
     def residual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
-        """L_CE + λ·L_res (Eq. 9)."""
+        """L_CE + λ·L_res (Eq. 9); `with_residual` puts the other side's logits of Eq. 11 into the target."""
         x = batch.views[0]
         z, r = received[side.dual](x), local[side.residual](x)  # (B, M) each
-        target = received[side.other](x) - z  # Eq. 6
-        if self.residual_target == "with_residual":
-            target = target + received[side.other_residual](x)
+        with_residual = self.residual_target == "with_residual"
+        other = self.logits(opposite(side), received, x) if with_residual else received[side.other](x)
+        target = other - z  # Eq. 6
         complement = cross_entropy(z + r, batch.y)  # L_CE (Eq. 8)
         difference = kl_divergence(target / self.tau, r / self.tau)  # L_res (Eq. 7)
         return complement + self.lam * difference
