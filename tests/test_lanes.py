@@ -405,9 +405,18 @@ def test_a_stream_has_one_holder_at_a_time():
 
 
 def test_a_stream_may_come_back_while_another_is_taken():
-    """The collector may free a lane at any time: here while streams are made."""
-    device = torch.device("cuda", 0)
-    streams = Streams(lambda device, priority: (gc.collect(), Lent(device, priority))[1])
+    """The collector may free a lane at any time: here while streams are made.
+
+    It runs for one stream of the 32: with a large heap a collection takes a second. The join ends a deadlock.
+    """
+    device, due = torch.device("cuda", 0), []
+
+    def make(device, priority):
+        while due:
+            due.pop()()
+        return Lent(device, priority)
+
+    streams = Streams(make)
 
     class Holder:
         """What is freed by the collector alone."""
@@ -417,13 +426,15 @@ def test_a_stream_may_come_back_while_another_is_taken():
 
     held = streams.take(device)
     lane = Holder()
-    weakref.finalize(lane, streams.give_back, held)
+    came_back = weakref.finalize(lane, streams.give_back, held)
+    due.append(gc.collect)
     del lane
     taken = []
     thread = threading.Thread(target=lambda: taken.append(streams.take(device, FIRST)), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(600)
     assert [stream.priority for stream in taken] == [FIRST]
+    assert not came_back.alive
     assert held in [streams.take(device) for _ in range(EACH)]
 
 
