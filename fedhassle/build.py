@@ -15,6 +15,7 @@ import torch
 
 from fedhassle.config import DataSettings, Settings, method_class, resolve
 from fedhassle.data import datasets, partition
+from fedhassle.data.cuts import SPLIT_KINDS
 from fedhassle.data.datasets import Dataset
 from fedhassle.data.partition import ClientRow, Split, table
 from fedhassle.engine import Engine
@@ -131,8 +132,14 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
         labels=chosen.labels,
         size=chosen.size,
         ratio=chosen.ratio,
-        seed=settings.seed if chosen.seed is None else chosen.seed,
+        seed=split_seed(settings),
     )
+
+
+def split_seed(settings: Settings) -> int:
+    """The seed that a new split is drawn from: the one that is set, its kind's own, or the run's."""
+    candidates = (settings.split.seed, SPLIT_KINDS[settings.split.kind].seed, settings.seed)
+    return next(seed for seed in candidates if seed is not None)
 
 
 class Holdings(NamedTuple):
@@ -147,14 +154,14 @@ class Holdings(NamedTuple):
 def holdings(requested: Requested) -> Holdings | None:
     """Who holds what in a run; None where the images that say it are not at hand, or cannot be divided so."""
     settings = resolve(requested)
-    chosen, seed = settings.split, settings.seed if settings.split.seed is None else settings.split.seed
+    chosen = settings.split
     try:
         dataset = build_divisible(settings)
         rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
     except UserError:
         return None
     mixing = "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
-    mixing = f"{mixing}, seed {seed}" if chosen.file is None else Path(chosen.file).name
+    mixing = f"{mixing}, seed {split_seed(settings)}" if chosen.file is None else Path(chosen.file).name
     return Holdings(dataset.name, dataset.class_names, mixing, tuple(rows))
 
 

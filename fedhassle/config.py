@@ -58,14 +58,14 @@ class SplitSettings(BaseModel):
     """Who holds which images, and which of them are labelled."""
 
     model_config = STRICT
-    kind: Literal["balanced", "dirichlet", "iid"] = "balanced"
+    kind: Literal["authors", "balanced", "dirichlet", "iid"] = "authors"
     annotation: Literal["independent", "own"] = "independent"
     alpha: float = 0.1
     clients: int = 20
     labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
-    seed: int | None = Field(default=None, ge=0)  # else the run's
+    seed: int | None = Field(default=None, ge=0)  # default: the run's; with kind=authors 0
     file: str | None = None  # a saved split, in place of all the above, which then cannot be set
 
 

@@ -41,7 +41,7 @@ def test_the_card_says_what_trained_the_model(made):
     assert found["classes"] == "0, 1, 2, 3" and found["network"] == "lenet"
     assert found["images"].startswith("12×12, grey; normalised with mean 0.")
     assert "residual_steps=2" in found["method"] and "tau=2.0" in found["method"]
-    assert "kind=balanced" in found["split"] and summary["split_hash"][:12] in found["split"]
+    assert "kind=authors" in found["split"] and summary["split_hash"][:12] in found["split"]
     assert summary["hardware"]["cpu"] in found["trained on"]
     assert all(f"{name} {version}" in found["versions"] for name, version in summary["versions"].items())
     assert summary["settings_hash"] in found["settings"]

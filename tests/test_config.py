@@ -26,7 +26,7 @@ def test_the_defaults_are_the_papers():
     assert (settings.rounds, settings.clients_per_round, settings.evaluate_every) == (200, 8, 2)
     split = settings.split
     assert (split.clients, split.alpha, split.labels) == (20, 0.1, "10%")
-    assert (split.kind, split.annotation) == ("balanced", "independent")
+    assert (split.kind, split.annotation) == ("authors", "independent")
     assert (split.size, split.ratio, split.seed, split.file) == (None, None, None, None)
     assert settings.method.name == "hassle" and settings.seed == 0 and settings.data.name == "fmnist-mini"
     expected = {

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedhassle.data.cuts import CUTS, Group, Rows, shuffled_by
+from fedhassle.data.cuts import SPLIT_KINDS, Group, Rows, Seed, shuffled_by
 from fedhassle.data.layout import Holding, LabelLayout, layout, relabelled, thinned, units
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
@@ -118,7 +117,7 @@ class Drawer(NamedTuple):
 
     def stream(self, name: str) -> np.random.Generator:
         """Random numbers of the seed and one use of them."""
-        return np.random.default_rng([self.seed, zlib.crc32(b"split"), zlib.crc32(name.encode())])
+        return Seed(self.seed, name).generator()
 
     def order(self) -> Rows:
         """All rows at random, so that every stretch holds the classes in their proportion.
@@ -139,8 +138,8 @@ class Drawer(NamedTuple):
         """The pool's rows for each member, and what a reader should know of it."""
         if targets.size < 2:
             return [pool][: targets.size], []
-        classes = np.unique(self.y[pool], return_inverse=True)[1].astype(np.int64)
-        cut = CUTS[self.kind](Group(classes, targets, least), self.alpha, self.stream(name))
+        group = Group(self.y[pool], int(self.y.max()) + 1, targets, least)
+        cut = SPLIT_KINDS[self.kind].cut(group, self.alpha, Seed(self.seed, name))
         parts = np.split(pool[cut.order], np.cumsum(cut.sizes)[:-1])
         return parts, [f"{name}: {cut.note}"] if cut.note else []
 
@@ -148,7 +147,7 @@ class Drawer(NamedTuple):
 def split(
     y: npt.NDArray[np.integer],
     *,
-    kind: str = "balanced",
+    kind: str = "authors",
     annotation: str = "independent",
     alpha: float = 0.1,
     clients: int = 20,
@@ -164,7 +163,7 @@ def split(
     y = np.asarray(y)
     if y.ndim != 1 or y.size == 0 or not np.issubdtype(y.dtype, np.integer):
         raise UserError(f"y must be one class number per sample, got shape {y.shape} of {y.dtype}")
-    for name, value, known in (("kind", kind, CUTS), ("annotation", annotation, ANNOTATIONS)):
+    for name, value, known in (("kind", kind, SPLIT_KINDS), ("annotation", annotation, ANNOTATIONS)):
         if value not in known:
             raise UserError(f"split.{name}={value!r} is unknown; take {' or '.join(known)}")
     if not (math.isfinite(alpha) and alpha > 0):
