@@ -53,9 +53,13 @@ def own_fingerprint(data: str, written: Stamp) -> str:
 
 
 def digest(settings: Settings, images: str, split: str | None) -> str:
-    """The hash of settings, where images, a split in a file and own code count by what is in them."""
-    plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE})
-    plain["data"] |= {"folder": None, "name": images}
+    """The hash of settings, where images, a split in a file and own code count by what is in them.
+
+    What is None does not count: a new option that is None by default leaves finished runs as they are.
+    """
+    machines = {"data": {"folder"}, **dict.fromkeys(("seed", *MACHINE), True)}
+    plain = settings.model_dump(mode="json", exclude=machines, exclude_none=True)
+    plain["data"] |= {"name": images}
     if split is not None:
         plain["split"] = {"hash": split}
     if own := own_code_of(settings):

@@ -67,6 +67,27 @@ def test_the_hash_changes_with_every_other_setting():
     assert len(set(hashes)) == len(hashes)
 
 
+def test_an_option_that_is_none_does_not_count(module):
+    """So that a method may get a new one and keep its finished runs."""
+    text = """
+from dataclasses import dataclass
+from fedhassle.methods.fedavg import FedAvg
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    option: float | None = None
+"""
+    dataset, name = small.dataset(), module("optional", text)
+    settings = resolved(f"method={name}:Mine")
+    lacking = settings.method.model_copy()
+    lacking.model_extra.pop("option")
+    assert "option" in settings.method.settings and "option" not in lacking.settings
+    without = settings.model_copy(update={"method": lacking})
+    base = settings_hash(settings, dataset, small.SPLIT)
+    assert base == settings_hash(without, dataset, small.SPLIT)
+    assert base != hash_of(dataset, f"method={name}:Mine", "method.option=0.0")
+
+
 def changed(hint, default):
     """A word for another value of a field."""
     kinds = typing.get_args(hint)
