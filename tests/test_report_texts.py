@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import re
 import shlex
 import shutil
@@ -13,8 +14,9 @@ import pytest
 from small import call
 
 from fedhassle.report import content, latex, markdown
+from fedhassle.report.page import page
 from fedhassle.report.tidy import COLUMNS, tidy
-from fedhassle.report.wording import command
+from fedhassle.report.wording import ONE_SEED, command
 from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 
@@ -107,6 +109,25 @@ def test_figures_of_a_single_seed_say_so(ledger):
     assert "All of it is of seed 0." in latex.table(section)
     (section,) = made(ledger, "ablation").sections
     assert "of seed 0" not in latex.table(section)
+
+
+def test_what_a_gap_on_one_seed_is_worth_is_said_once_and_only_where_there_is_one(ledger, tmp_path):
+    """GRA on seed 1 alone; then on the three seeds of both; bytes do not differ from run to run."""
+    its = {cell.key: cell for cell in select([read_experiment("ablation")], Narrowing())["ablation"]}
+    its |= {
+        cell.key: cell for cell in select([read_experiment("communication")], Narrowing())["communication"]
+    }
+    assert "differ by about 2 points" in ONE_SEED and "a smaller gap on one seed says nothing" in ONE_SEED
+    for write in (markdown.markdown, page):
+        assert write(made(ledger, "ablation")).count(ONE_SEED) == 1
+    assert markdown.blocks(made(ledger))[markdown.FINDINGS].endswith(f"|\n\n{ONE_SEED}")
+    for seed, name in itertools.product(range(3), ("gra-mpa", "no-gra-mpa")):
+        ledgers.put(tmp_path, ledgers.summary(its[f"{name}-{seed}"], ledgers.hassle(0.6 + 0.01 * seed)))
+    for key in ("fedavg-0", "rscfed-0"):
+        ledgers.put(tmp_path, ledgers.summary(its[key], {"model": 0.5}))
+    for write in (markdown.markdown, page):
+        text = write(made(tmp_path, "ablation", "communication"))
+        assert ONE_SEED not in text and "so that the spread over seeds is not known" in text
 
 
 def test_the_whole_report_in_markdown(ledger):

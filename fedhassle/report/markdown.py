@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from fedhassle.report.content import Report, Section
 from fedhassle.report.findings import Finding, findings
 from fedhassle.report.grid import Entry, Grid, Line, grid
-from fedhassle.report.wording import HOW_TO_READ, MISSING_MARK, bold, command, notes, ours, paper, source
+from fedhassle.report.wording import (
+    HOW_TO_READ,
+    MISSING_MARK,
+    bold,
+    command,
+    noise,
+    notes,
+    ours,
+    paper,
+    source,
+)
 from fedhassle.reproduce.paper import printed
 from fedhassle.reproduce.text import changed_settings
 
@@ -23,7 +33,7 @@ def markdown(report: Report) -> str:
     parts.append(f"{report.done:,} of {report.runs:,} runs are done. {HOW_TO_READ}")
     every = findings(report)
     if every:
-        parts += ["## Do the paper's claims hold?", findings_table(every)]
+        parts += ["## Do the paper's claims hold?", findings_block(every)]
     for section in report.sections:
         title = (
             f"{section.experiment.title} ({source(section)})" if source(section) else section.experiment.title
@@ -41,7 +51,7 @@ def blocks(report: Report) -> dict[str, str]:
     are those of the whole paper.
     """
     made = {section.experiment.name: block(section) for section in report.sections if section.as_asked}
-    return made | ({FINDINGS: findings_table(findings(report))} if made.keys() >= {*printed()} else {})
+    return made | ({FINDINGS: findings_block(findings(report))} if made.keys() >= {*printed()} else {})
 
 
 def renewed(text: str, report: Report) -> str | None:
@@ -115,6 +125,11 @@ def cell(entry: Entry | None) -> str:
     note = f" <sub>{'; '.join(notes(entry))}</sub>" if entry.result.runs and notes(entry) else ""
     beside = paper(entry.figure)
     return shown + note + ("" if beside is None else f" ({beside})")
+
+
+def findings_block(every: Sequence[Finding]) -> str:
+    """Claims and what the figures say of them, and what a gap on one seed is worth."""
+    return "\n\n".join(filter(None, [findings_table(every), noise(every)]))
 
 
 def findings_table(every: Sequence[Finding]) -> str:

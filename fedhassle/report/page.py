@@ -37,6 +37,7 @@ from fedhassle.report.wording import (
     MISSING_MARK,
     command,
     gap,
+    noise,
     notes,
     ours,
     paper,
@@ -145,7 +146,10 @@ def found(report: Report) -> list[Markup]:
     intro = (
         "Computed from the figures below: a claim comes to pairs of figures, compared on the seeds both have."
     )
-    parts = [tag("h2", "Do the paper's claims hold?"), tag("p", intro)]
+    parts = [
+        tag("h2", "Do the paper's claims hold?"),
+        tag("p", " ".join(filter(None, [intro, noise(every)]))),
+    ]
     if known:
         parts.append(tag("ul", *known, class_="findings"))
     if unknown:

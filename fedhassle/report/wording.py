@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterable
 
 from fedhassle.report.content import DONE, OTHER, PARTIAL, Result, Section
+from fedhassle.report.findings import Finding
 from fedhassle.report.grid import Entry, Grid
 from fedhassle.reproduce.experiment import Narrowing
-from fedhassle.reproduce.figures import Figure, is_accuracy, unit
+from fedhassle.reproduce.figures import PERCENT, Figure, is_accuracy, unit
 from fedhassle.reproduce.text import shown_as
 
 MISSING_MARK, MINUS = "—", "−"
@@ -16,6 +17,9 @@ HOW_TO_READ = (
     "Figures are accuracies in % where nothing else is said. Ours is the mean over seeds ± their sample "
     "standard deviation; a run's figure is the mean of its last ten evaluations on the test images, never "
     "the best round."
+)
+ONE_SEED = (
+    "The same run made twice on a GPU can differ by about 2 points: a smaller gap on one seed says nothing."
 )
 
 
@@ -68,6 +72,12 @@ def bold(made: Grid) -> str:
     rivals = "all rivals but †" if any(line.own for line in made.lines) else "all rivals"
     words = f"Bold: the best of a {'row' if made.by_row else 'column'} in which {rivals} have run"
     return f"{words}{', on the seeds that all there have' if any(one.best_on for one in entries) else ''}."
+
+
+def noise(every: Iterable[Finding]) -> str:
+    """How far to trust a gap on one seed; nothing where no accuracies are compared on one seed alone."""
+    known = (pair for one in every for pair in one.known)
+    return ONE_SEED if any(pair.unit is PERCENT and len(pair.seeds) == 1 for pair in known) else ""
 
 
 def source(section: Section) -> str:
