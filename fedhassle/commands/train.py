@@ -142,7 +142,7 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
     if double:
         say(console, f"left out, of the same settings and seed as another: {counted(double, 'run')}")
     if len({group.seeds for group in groups}) > 1:
-        say(console, "not all have the same seeds; a seed is also a split, so compare on those that all have")
+        say(console, "not all have the same seeds: compare on those that all have")
 
 
 def show_result(path: Path) -> None:
