@@ -539,7 +539,7 @@ def test_a_part_confirms_nothing(narrowing, tmp_path):
 
 
 def test_figures_are_compared_on_the_seeds_that_both_have(tmp_path):
-    """A seed is a split: HASSLE on an easy one is not held against FedAvg on easy and hard ones."""
+    """HASSLE on a seed that suits all is not held against FedAvg on that one and on a harder one."""
     table = by_key("table1")
     scores = {
         "hassle": {0: 0.7},
@@ -615,8 +615,9 @@ def test_a_run_without_losses_is_no_error(tmp_path):
     assert row(page(made(tmp_path, "training-loss")), "training-loss", "HASSLE")[0].startswith("0.015 ")
 
 
-def test_a_chart_of_losses_has_no_accuracies_in_it():
-    (section,) = made(RESULTS, "training-loss").sections
+def test_a_chart_of_losses_has_no_accuracies_in_it(tmp_path):
+    ledgers.put(tmp_path, ledgers.summary(by_key("training-loss")["hassle-0"], ledgers.hassle(0.7)))
+    (section,) = made(tmp_path, "training-loss").sections
     charted = replace(section.experiment, metrics=("loss.w_S",), show="curves")
     (one,) = section.results
     other = replace(one, figures=(one.headline,))  # a method without such a loss shows its headline
@@ -723,9 +724,9 @@ def test_references_come_last(ledger):
     assert [line.reference for line in grid(section).lines] == [False] * 11 + [True] * 2
 
 
-def test_the_split_is_that_of_the_paper():
+def test_the_split_is_that_of_the_paper(tmp_path):
     """1 full, 9 partial and 10 unlabelled clients of 2,500 images each; a tenth of all labelled."""
-    (section,) = made(RESULTS, "ablation").sections
+    (section,) = made(tmp_path, "ablation").sections
     described, caption = draw_holdings(shared_split([splits(section)]), "split")
     assert caption.startswith("CIFAR-10; clients: 1 full, 9 partial, 10 unlabelled; 5,000 of 50,000 images")
     assert "1 full: 2,500 labelled and 0 unlabelled" in described
@@ -812,6 +813,7 @@ def test_there_are_enough_letters():
 
 
 def test_the_results_of_this_repository_make_a_page():
+    """With as many runs as there are: none, or any number."""
     report = made(RESULTS)
-    assert not report.skipped and report.done >= 5
+    assert not report.skipped and f">{report.done:,}<" in page(report)
     ElementTree.fromstring(page(report))

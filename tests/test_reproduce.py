@@ -5,9 +5,9 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import ledgers
 import pytest
 from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, kill_when
@@ -29,7 +29,6 @@ if sys.platform != "win32":
     import fcntl
 
 UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
-RESULTS = Path(__file__).parents[1] / "results"
 TINY = f"""
 title = "Two methods on few images"
 source = "nowhere"
@@ -508,17 +507,25 @@ def test_mistakes_are_told_before_anything_is_made(words, message, tmp_path, mon
 # Lists and times
 
 
-def test_the_list_has_every_experiment_with_its_size_and_what_is_done():
-    code, out, err = call("reproduce", "--results", RESULTS)
-    assert (code, err) == (0, "")
-    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert set(experiments()) <= set(rows)
-    for name in ("table1", "ablation"):
-        found = re.match(rf"{name} +Table \d +(\d+) +(\d+) ", rows[name])
-        counts = [int(number) for number in found.groups()]
-        assert counts[0] == len(cells(read_experiment(name)))
-        ledger = Ledger(RESULTS)
-        assert counts[1] == sum(cell.identity in ledger for cell in cells(read_experiment(name)))
+def in_table1(*keys):
+    """Cells of Table 1 by their keys."""
+    its = {cell.key: cell for cell in cells(read_experiment("table1"))}
+    return [its[key] for key in keys]
+
+
+def test_the_list_has_every_experiment_with_its_size_and_what_is_done(tmp_path):
+    """Two runs of Table 1; HASSLE's is in the ablation too. And a ledger without any."""
+    for cell in in_table1("cifar10-10%-hassle-0", "fmnist-5%-fedavg-2"):
+        ledgers.put(tmp_path / "some", ledgers.summary(cell, {"EM": 0.5}))
+    (tmp_path / "none").mkdir()
+    for folder, done in (("some", {"table1": 2, "ablation": 1}), ("none", {"table1": 0, "ablation": 0})):
+        code, out, err = call("reproduce", "--results", tmp_path / folder)
+        assert (code, err) == (0, "")
+        rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+        assert set(experiments()) <= set(rows)
+        for name, size in (("table1", 297), ("ablation", 12)):
+            found = re.match(rf"{name} +Table \d +(\d+) +(\d+) ", rows[name])
+            assert [int(number) for number in found.groups()] == [size, done[name]]
 
 
 def test_the_time_left_is_told_at_the_speed_measured_here(made, tiny, tmp_path):
@@ -543,14 +550,13 @@ def test_the_time_left_says_of_how_many_it_is_known(tiny):
 
 
 def test_our_figures_stand_beside_the_papers(tmp_path, monkeypatch, idle):
-    """A run of this repository: nothing is left to make."""
+    """A run that is in the ledger: nothing is left to make."""
     monkeypatch.chdir(tmp_path)
-    words = ("table1", "--only", "cifar10-10%-fedavg-0", "--results", RESULTS)
-    code, out, _ = call("reproduce", *words)
-    run = json.loads((RESULTS / "cifar10" / "fedavg-0.json").read_text())
-    ours = 100 * run["accuracy"]["model"]["mean_of_last"]
+    (cell,) = in_table1("cifar10-10%-fedavg-0")
+    ledgers.put(tmp_path / "results", ledgers.summary(cell, {"model": 0.6273}))
+    code, out, _ = call("reproduce", "table1", "--only", cell.key)
     row = next(line for line in out.splitlines() if "accuracy" in line)
-    assert code == 0 and row.split()[-3:] == [f"{ours:.2f}", "57.85", f"{ours - 57.85:+.2f}"]
+    assert code == 0 and row.split()[-3:] == ["62.73", "57.85", "+4.88"]
 
 
 def test_curves_losses_and_bytes_come_from_the_history(made):
