@@ -57,9 +57,8 @@ def digest(settings: Settings, images: str, split: str | None) -> str:
 
     What is None does not count: a new option that is None by default leaves finished runs as they are.
     """
-    machines = {"data": {"folder"}, **dict.fromkeys(("seed", *MACHINE), True)}
-    plain = settings.model_dump(mode="json", exclude=machines, exclude_none=True)
-    plain["data"] |= {"name": images}
+    plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE}, exclude_none=True)
+    plain["data"] = {k: v for k, v in plain["data"].items() if k != "folder"} | {"name": images}
     if split is not None:
         plain["split"] = {"hash": split}
     if own := own_code_of(settings):
