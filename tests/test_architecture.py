@@ -165,7 +165,7 @@ def test_nothing_prints(path):
 
 # Global randomness
 
-NUMPY_KEYED = {"Generator", "default_rng", "SeedSequence", "BitGenerator", "PCG64"}
+NUMPY_KEYED = {"Generator", "RandomState", "default_rng", "SeedSequence", "BitGenerator", "PCG64"}
 TORCH_GLOBAL = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"}
 TORCH_GLOBAL |= {"rand_like", "randn_like", "randint_like", "manual_seed", "seed", "set_rng_state"}
 TENSOR_GLOBAL = {"uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_"}
