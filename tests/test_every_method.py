@@ -15,7 +15,7 @@ from test_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
 from fedhassle.build import build_method
-from fedhassle.data.cuts import CUTS
+from fedhassle.data.cuts import SPLIT_KINDS
 from fedhassle.data.layout import PAPER
 from fedhassle.data.partition import pooled, split
 from fedhassle.errors import UserError
@@ -61,7 +61,7 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
     The layouts take turns with the kinds of split.
     """
     method = made("fedmatch", unlabelled=False) if name == IDLE_UNLABELLED else made(name)
-    kind = list(CUTS)[list(PAPER).index(labels) % len(CUTS)]
+    kind = list(SPLIT_KINDS)[list(PAPER).index(labels) % len(SPLIT_KINDS)]
     parts = split(data.y_train, labels=labels, kind=kind, seed=1)
     kinds = {"full": 0, "partial": 0, "unlabelled": 0}
     simulator = Simulator(data, pooled(parts) if method.pooled else parts, 0, small.ENGINE)
@@ -133,11 +133,13 @@ partial     both                 unlabelled 16 weak strong + labelled 8 weak  2 
 
 fedmatch
 full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
+                                                                                        psi 0.05 0 0 0
 partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
                                                                                         psi 0.05 0 0 0
 
 fedmatch unlabelled=true
 full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
+                                                                                        psi 0.05 0 0 0
 partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
                                                                                         psi 0.05 0 0 0
 unlabelled  unlabelled           unlabelled 8 weak strong                     2 epochs  psi 0.05 0 0 0

@@ -439,20 +439,34 @@ def test_fedmatch_begins_with_psi_as_a_share_of_the_kernels_of_sigma():
 
 
 def test_sigma_descends_ten_times_the_cross_entropy_of_sigma_plus_psi(world, rng):
-    """10·ℓ(f(x; σ + ψ), y), by σ; a full client has no ψ of its own and takes the one it was sent."""
+    """10·ℓ(f(x; σ + ψ), y), by σ, whether the client has unlabelled data or not."""
     psi, sent = vector(rng), vector(rng)
     method = FedMatch(NET)
     known = as_models(tensors(sigma=world.sent, psi=sent), method.networks())
-    for its, local in ((psi, tensors(psi=psi)), (sent, {})):
-        batches = (world.labelled, world.unlabelled) if local else (world.labelled,)
+    for batches in ((world.labelled, world.unlabelled), (world.labelled,)):
 
-        def loss(leaf, local=local, batches=batches):
-            return method.supervised({"sigma": known["sigma"].at(leaf), **local}, known, *batches)
+        def loss(leaf, batches=batches):
+            local = {"sigma": known["sigma"].at(leaf), **tensors(psi=psi)}
+            return method.supervised(local, known, *batches)
 
         value, grad = gradient(loss, world.w)
-        z = f(world.x, world.w + its)
+        z = f(world.x, world.w + psi)
         np.testing.assert_allclose(value, 10 * ce(z, world.y), rtol=1e-12)
         np.testing.assert_allclose(grad, 10 * pull_back(world.x, ce_gradient(z, world.y)), **CLOSE)
+
+
+def test_psi_of_a_full_client_descends_its_norms_alone(world, rng):
+    """0.3·|ψ|₁ + 0.7·‖σ − ψ‖², with the σ of the step and not the one received."""
+    psi = vector(rng)
+    method = FedMatch(NET, sparsity_weight=0.3, proximity_weight=0.7)
+    known = as_models(tensors(sigma=world.sent, psi=vector(rng)), method.networks())
+    sigma = known["sigma"].at(torch.from_numpy(world.w))
+    value, grad = gradient(
+        lambda leaf: method.following({"sigma": sigma, "psi": leaf}, known, world.labelled), psi
+    )
+    expected = 0.3 * np.abs(psi).sum() + 0.7 * ((world.w - psi) ** 2).sum()
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(grad, 0.3 * np.sign(psi) + 1.4 * (psi - world.w), rtol=1e-12)
 
 
 def psi_by_hand(world, sigma, psi, helpers, sure):
@@ -574,17 +588,20 @@ def test_a_pass_over_the_labels_is_an_epoch_of_fedmatch():
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(clip):
+@pytest.mark.parametrize(("kind", "phase"), [("partial", "both"), ("full", "labelled")])
+def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(kind, phase, clip):
     """Never sure, no helpers; g = ∇ℓ(σ + ψ), of norm at most `clip` (0: any).
 
-    σ ← σ − lr·10·g, then ψ ← ψ − lr·(10⁻⁴·sign ψ + 20·(ψ − σ)) with the new σ, whatever its norm.
+    σ ← σ − lr·10·g, then ψ ← ψ − lr·(10⁻⁴·sign ψ + 20·(ψ − σ)) with the new σ, whatever its norm. So at a
+    full client, too: 7 samples in one step an epoch.
     """
     data = small.dataset(side=3)
-    here = small.site(data, range(7), range(30, 51))
-    method = FedMatch(NET, batch=8, epochs=2, confidence=1.5, lr=0.02, clip=clip)
+    here = small.site(data, range(7), range(30, 51) if kind == "partial" else ())
+    assert here.client.kind == kind
+    method = FedMatch(NET, batch=8, epochs=2, confidence=1.0, lr=0.02, clip=clip)
     found = small.trained(method, here)
     sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
-    for rows in order_of_epochs(7, 8, 2, generator(0, 1, "here", "both")):
+    for rows in order_of_epochs(7, 8, 2, generator(0, 1, "here", phase)):
         x, y = clean(data, rows), data.y_train[rows]
         g = pull_back(x, ce_gradient(f(x, sigma + psi), y))
         norm = np.linalg.norm(g)
@@ -593,24 +610,6 @@ def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(clip):
         psi = psi - 0.02 * (1e-4 * np.sign(psi) + 20 * (psi - sigma))
     np.testing.assert_allclose(found.arrays["sigma"].numpy(), sigma, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.arrays["psi"].numpy(), psi, rtol=1e-4, atol=1e-6)
-
-
-def test_without_unlabelled_data_fedmatch_trains_sigma_alone():
-    """A full client: ten times the cross-entropy of σ + ψ^(0), 11 samples in ⌈11/8⌉ = 2 steps an epoch."""
-    data = small.dataset(side=3)
-    here = small.site(data, range(11))
-    method = FedMatch(NET, batch=8, epochs=2, lr=0.01)
-    found = small.trained(method, here)
-    sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
-
-    def step(rows):
-        x, y = clean(data, rows), data.y_train[rows]
-        return lambda w: 10 * pull_back(x, ce_gradient(f(x, w + psi), y))
-
-    walk = order_of_epochs(11, 8, 2, generator(0, 1, "here", "labelled"))
-    expected = plain_descent(sigma, map(step, walk), 0.01, momentum=0.0)
-    assert found.arrays.keys() == {"sigma"}
-    np.testing.assert_allclose(found.arrays["sigma"].numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_an_unlabelled_client_of_fedmatch_sends_psi_alone():
@@ -623,29 +622,32 @@ def update(client, **arrays):
     return Update(client, tensors(**arrays), dict.fromkeys(arrays, client.labelled or client.unlabelled), {})
 
 
-@pytest.mark.parametrize(
-    ("weights", "labelled", "unlabelled"), [("samples", (90, 1, 7), (5, 3)), ("clients", (1, 1, 1), (1, 1))]
-)
-def test_fedmatch_takes_means_and_remembers_what_it_needs_for_helpers(weights, labelled, unlabelled, rng):
-    """σ by labels, ψ by what has none, over the two that trained it; or plainly. One noise image for all."""
-    a, b, c, p, q, old = (vector(rng) for _ in range(6))
-    method = FedMatch(NET, weights=weights)
-    clients = (Client("a", 90, 0), Client("b", 1, 5), Client("c", 7, 3))
+@pytest.mark.parametrize(("weights", "counts"), [("labels", (90, 1, 7, 4)), ("clients", (1, 1, 1, 1))])
+def test_fedmatch_takes_means_and_remembers_what_it_needs_for_helpers(weights, counts, rng):
+    """σ and ψ by labels, over those that trained them; or plainly. One noise image for all.
+
+    A client that has none weighs ⌈10/3⌉ = 4: three unlabelled samples go with each labelled one.
+    """
+    a, b, c, o, p, q, r, old = (vector(rng) for _ in range(8))
+    method = FedMatch(NET, weights=weights, ratio=3)
+    clients = (Client("a", 90, 0), Client("b", 1, 5), Client("c", 7, 3), Client("e", 0, 10))
     state = tensors(sigma=old, psi=old)
     updates = [
-        update(clients[0], sigma=a),
+        update(clients[0], sigma=a, psi=o),
         update(clients[1], sigma=b, psi=p),
         update(clients[2], sigma=c, psi=q),
+        update(clients[3], psi=r),
     ]
     state = {k: v.float() for k, v in state.items()}
     updates = [u._replace(arrays={k: v.float() for k, v in u.arrays.items()}) for u in updates]
     merged = method.merge(state, updates, 1, rng)
-    sigma, psi = np.average([a, b, c], 0, labelled), np.average([p, q], 0, unlabelled)
+    sigma, psi = np.average([a, b, c], 0, counts[:3]), np.average([o, p, q, r], 0, counts)
     np.testing.assert_allclose(merged["sigma"].numpy(), sigma, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(merged["psi"].numpy(), psi, rtol=1e-5, atol=1e-6)
     noise = generator("FedMatch's noise").random((1, 1, 3, 3), dtype=np.float32).astype(float)
-    assert merged.keys() == {"sigma", "psi", "psi of b", "psi of c", "output of b", "output of c"}
-    for name, sigma, psi in (("b", b, p), ("c", c, q)):
+    known = {f"{what} of {name}" for what in ("psi", "output") for name in "abce"}
+    assert merged.keys() == {"sigma", "psi"} | known
+    for name, sigma, psi in (("a", a, o), ("b", b, p), ("c", c, q), ("e", old, r)):
         np.testing.assert_allclose(merged[f"psi of {name}"].numpy(), psi, rtol=1e-6)
         np.testing.assert_allclose(
             merged[f"output of {name}"].numpy(), softmax(f(noise, sigma + psi))[0], rtol=1e-4, atol=1e-6
@@ -689,6 +691,8 @@ def test_helpers_are_the_nearest_by_their_outputs(settings, client, expected):
     message = method.message(state, Client(client, 3, 9), 10)
     helpers = {f"helper {i}": state[f"psi of {name}"] for i, name in enumerate(expected)}
     assert small.same(message, {"sigma": state["sigma"], "psi": state["psi"]} | helpers)
+    full = method.message(state, Client(client, 12, 0), 10)
+    assert full.keys() == {"sigma", "psi"}  # it has nothing to ask them about
 
 
 def test_equally_near_helpers_do_not_depend_on_the_order_of_the_state():

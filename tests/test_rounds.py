@@ -96,7 +96,7 @@ QUICK = {"batch": 8, "epochs": 1}
         (
             FedMatch(LINEAR, unlabelled=True, helper_rounds=2, least_change=0.0, **QUICK),
             (2 + 2, 2 + 4, 2 + 4),
-            (1 + 1, 2 + 2, 1 + 1),
+            (2 + 2, 2 + 2, 1 + 1),
         ),
     ],
     ids=["fedavg", "rscfed", "hassle", "fedmatch"],
@@ -105,8 +105,8 @@ def test_the_bytes_of_a_line_are_those_of_each_kind_and_way(method, down, up):
     """Vectors to and from a full, a partial and an unlabelled client, in round 1 + in round 2.
 
     RSCFed's teachers stay where they are. HASSLE sends the dual that a residual belongs to from round 2 on,
-    FedMatch two helpers in round 2 to those who have trained ψ. A vector has 584 numbers of four bytes, and
-    all of the one full client, the three partial and the two unlabelled ones take part.
+    FedMatch two helpers in round 2 to those who have unlabelled data. A vector has 584 numbers of four
+    bytes, and all of the one full client, the three partial and the two unlabelled ones take part.
     """
     line = line_of(method, *small.simulate(method, 2, per_round=6))
     kinds, clients, vector = ("full", "partial", "unlabelled"), (1, 3, 2), 4 * 584

@@ -20,6 +20,7 @@ from fedhassle.bench.plain_losses import (
     labels_between,
     labels_of,
     mixmatch,
+    norms,
     on_both,
     own_labels,
     proximal,
@@ -103,10 +104,12 @@ def between(method: Any, build: Build) -> Consistency:
     return labels_between(frozen(build(method.net)), method.confidence, method.halving)
 
 
-def fedmatch_sigma(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """σ alone, on the ψ received."""
-    sigma, psi = build(method.net), frozen(build(method.net))
-    return towards(phase, (sigma.parameters(), supervised_sum(Sum(sigma, psi), method.supervised_weight)))
+def fedmatch_labels(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """First σ on labels, then ψ, which only follows it."""
+    sigma, psi = build(method.net), build(method.net)
+    both = Sum(sigma, psi)
+    labels = supervised_sum(both, method.supervised_weight)
+    return towards(phase, (sigma.parameters(), labels), (both.psi, norms(both, fedmatch_weights(method))))
 
 
 def fedmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
@@ -128,8 +131,13 @@ def fedmatch_psi(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
 def fedmatch_agreement(method: Any, t: int, both: Sum, build: Build) -> Loss:
     """ψ's loss, with helpers in the rounds that have them; as they do not learn, each is one network."""
     helpers = 0 if t % method.helper_rounds else method.helpers
-    weights = Weights(method.consistency_weight, method.sparsity_weight, method.proximity_weight)
-    return agreement(both, [frozen(build(method.net)) for _ in range(helpers)], method.confidence, weights)
+    experts = [frozen(build(method.net)) for _ in range(helpers)]
+    return agreement(both, experts, method.confidence, fedmatch_weights(method))
+
+
+def fedmatch_weights(method: Any) -> Weights:
+    """The weights of ψ's terms."""
+    return Weights(method.consistency_weight, method.sparsity_weight, method.proximity_weight)
 
 
 def rscfed(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
@@ -146,7 +154,7 @@ COUNTERPARTS: dict[str, dict[str, Make]] = {  # by method and phase
     "fedprox": {"labelled": fedprox},
     "mixmatch": {"labelled": fedavg, "both": mixmatch_both},
     "fixmatch": {"labelled": fedavg, "both": matching(fixmatch, own)},
-    "fedmatch": {"labelled": fedmatch_sigma, "both": fedmatch_both, "unlabelled": fedmatch_psi},
+    "fedmatch": {"labelled": fedmatch_labels, "both": fedmatch_both, "unlabelled": fedmatch_psi},
     "rscfed": {"labelled": fedavg, "both": rscfed, "unlabelled": rscfed},
     "hassle": {
         "labelled": hassle_dual,

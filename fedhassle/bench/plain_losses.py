@@ -252,8 +252,8 @@ class Weights(NamedTuple):
 
 
 def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weights: Weights) -> Loss:
-    """Agreement with helpers and with the label that most vote for, λ_1·|ψ| and λ_2·‖σ − ψ‖², for ψ."""
-    sigma = detached(both.sigma)
+    """Agreement with helpers and with the label that most vote for, and the norms, for ψ."""
+    sigma, norm = detached(both.sigma), norms(both, weights)
 
     def loss(*batches: Batch) -> Tensor:
         weak, strong = batches[-1].views
@@ -264,11 +264,20 @@ def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weight
         each = cross_entropy_each(theta(strong), voted([own, *experts]))
         for expert in experts:
             each = each + kl_divergence_each(expert, z) / len(experts)
+        agreed: Tensor = weights.consistency * (sure * each).sum() / sure.sum().clamp_min(1)
+        return agreed + norm()
+
+    return loss
+
+
+def norms(both: Sum, weights: Weights) -> Loss:
+    """λ_1·|ψ| + λ_2·‖σ − ψ‖², for ψ; whatever the batches are."""
+    sigma = detached(both.sigma)
+
+    def loss(*batches: Batch) -> Tensor:
         psi = flat(both.psi)
         total: Tensor = (
-            weights.consistency * (sure * each).sum() / sure.sum().clamp_min(1)
-            + weights.sparsity * psi.abs().sum()
-            + weights.proximity * (psi - flat(sigma)).square().sum()
+            weights.sparsity * psi.abs().sum() + weights.proximity * (psi - flat(sigma)).square().sum()
         )
         return total
 

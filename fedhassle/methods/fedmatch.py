@@ -22,10 +22,10 @@ HELPER, PSI, OUTPUT = "helper ", "psi of ", "output of "  # names: helpers of a 
 
 @dataclass(frozen=True)
 class FedMatch(Method):
-    """FedMatch: θ = σ + ψ; full clients train σ on labels, partial ones also ψ; unlabelled ones are idle.
+    """FedMatch: θ = σ + ψ; σ learns from labels, ψ from unlabelled data; unlabelled clients are idle.
 
-    ψ learns by agreeing with the models of the nearest clients. With `unlabelled=true` unlabelled clients
-    train it too. BatchNorm, its statistics included, belongs to σ.
+    ψ follows σ, and agrees with the models of the nearest clients; at a full client it only follows. With
+    `unlabelled=true` unlabelled clients train it too. BatchNorm, its statistics included, belongs to σ.
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
@@ -41,7 +41,7 @@ class FedMatch(Method):
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
     ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
     unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
-    weights: Literal["samples", "clients"] = "samples"  # of means; ours, as clients differ in size
+    weights: Literal["labels", "clients"] = "labels"  # of means; ours, as clients differ in size
     least_change: float = 5e-5  # changes up to this size are not sent, in either direction
 
     def __post_init__(self) -> None:
@@ -75,14 +75,15 @@ class FedMatch(Method):
         return sigma.at(torch.cat([kernels + psi, normalisation]))
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """First σ on labels, then ψ on what has none, at every step; labels pace the epochs."""
+        """First σ on labels, then ψ, at every step; labels pace the epochs."""
         sgd = self.sgd()
         clipped = sgd._replace(clip=self.supervised_weight * sgd.clip)  # as if it were the gradient of ℓ
         free = sgd._replace(clip=0.0)  # that of 10·‖σ − ψ‖² is in the hundreds at first
         labelled = Stream("labelled", self.batch)
         sigma = Descent("sigma", self.supervised, clipped)
         if client.kind == "full":
-            return (Phase("labelled", (labelled,), (sigma,), self.epochs),)
+            follows = Descent("psi", self.following, free)
+            return (Phase("labelled", (labelled,), (sigma, follows), self.epochs),)
         unlabelled = Stream("unlabelled", self.batch, ("weak", "strong"))
         if client.kind == "partial":
             rest = replace(unlabelled, batch=self.ratio * self.batch)
@@ -92,10 +93,18 @@ class FedMatch(Method):
         return (Phase("unlabelled", (unlabelled,), (psi,), self.epochs),) if self.unlabelled else ()
 
     def supervised(self, local: Models, received: Models, labelled: Batch, *rest: Batch) -> Tensor:
-        """λ_s·ℓ(f(x; σ + ψ), y), for σ; a full client does not train ψ."""
-        psi = local.get("psi", received["psi"])
-        z = self.theta(local["sigma"], psi)(labelled.views[0])
+        """λ_s·ℓ(f(x; σ + ψ), y), for σ."""
+        z = self.theta(local["sigma"], local["psi"])(labelled.views[0])
         return self.supervised_weight * cross_entropy(z, labelled.y)
+
+    def following(self, local: Models, received: Models, labelled: Batch) -> Tensor:
+        """The loss of ψ where no data is unlabelled."""
+        return self.norms(local["sigma"], local["psi"])
+
+    def norms(self, sigma: Model, psi: Tensor) -> Tensor:
+        """λ_L1·|ψ| + λ_L2·‖σ − ψ‖², for ψ."""
+        distance = squared_distance(psi, sigma.weights.detach()[: len(psi)])
+        return self.sparsity_weight * psi.abs().sum() + self.proximity_weight * distance
 
     def agreement(self, local: Models, received: Models, labelled: Batch, unlabelled: Batch) -> Tensor:
         """The loss of ψ beside σ, whose BatchNorm statistics it leaves as they are."""
@@ -108,7 +117,7 @@ class FedMatch(Method):
         return self.psi_loss(received["sigma"], local["psi"], received, unlabelled)
 
     def psi_loss(self, sigma: Model, psi: Tensor, received: Models, unlabelled: Batch) -> Tensor:
-        """Inter-client consistency and agreement labels, λ_L1·|ψ| and λ_L2·‖σ − ψ‖²."""
+        """Inter-client consistency, agreement labels, and the norms of ψ."""
         weak, strong = unlabelled.views
         theta = self.theta(sigma, psi)
         z = theta(weak)  # (B, M)
@@ -128,17 +137,12 @@ class FedMatch(Method):
         label = majority([z.detach(), *experts])
         labelling = over_the_sure(cross_entropy_each(theta(strong), label))
         between_clients = consistency / max(1, len(experts)) + labelling
-        distance = squared_distance(psi, sigma.weights.detach()[: len(psi)])
-        return (
-            self.consistency_weight * between_clients
-            + self.sparsity_weight * psi.abs().sum()
-            + self.proximity_weight * distance
-        )
+        return self.consistency_weight * between_clients + self.norms(sigma, psi)
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
-        """σ and ψ; every `helper_rounds` rounds also the ψ of the clients whose models are nearest."""
+        """σ and ψ; for unlabelled data, every `helper_rounds` rounds, also the ψ of the nearest clients."""
         sent = {"sigma": state["sigma"], "psi": state["psi"]}
-        if t % self.helper_rounds or OUTPUT + client.name not in state:
+        if not client.unlabelled or t % self.helper_rounds or OUTPUT + client.name not in state:
             return sent
         nearest = self.nearest(state, client.name)
         return sent | {f"{HELPER}{i}": state[PSI + name] for i, name in enumerate(nearest)}
@@ -155,19 +159,18 @@ class FedMatch(Method):
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Means of σ and ψ; each client's ψ and output are remembered."""
-        known = {
-            key: value
-            for update in updates
-            if "psi" in update.arrays
-            for key, value in self.remembered(state, update).items()
-        }
+        known = {k: v for update in updates for k, v in self.remembered(state, update).items()}
         return super().merge(state, updates, t, rng) | known
 
     def counts(self, update: Update) -> dict[str, int]:
-        """σ by labels and ψ by what has none, or each client as much as any other."""
+        """By labels, or each client as much as any other.
+
+        A client without labels weighs as if it had those that go with its data in the steps of a partial
+        client: one for each `ratio` samples.
+        """
         client = update.client
-        by_samples = {"sigma": client.labelled, "psi": client.unlabelled}
-        return by_samples if self.weights == "samples" else dict.fromkeys(by_samples, 1)
+        labels = client.labelled or -(-client.unlabelled // self.ratio)
+        return dict.fromkeys(update.arrays, labels if self.weights == "labels" else 1)
 
     def remembered(self, state: Arrays, update: Update) -> Arrays:
         """What the server keeps of a client: its ψ, and what its model makes of one fixed image of noise."""
