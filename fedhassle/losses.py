@@ -32,9 +32,9 @@ def kl_divergence_each(target: Tensor, z: Tensor) -> Tensor:
     return F.kl_div(z.log_softmax(1), target.log_softmax(1), log_target=True, reduction="none").sum(1)
 
 
-def hard_labels(z: Tensor, threshold: float = 0.0) -> Tensor:
-    """Argmax of the logits (Eq. 5); −1 where the confidence is below `threshold`."""
-    sure = z.softmax(1).amax(1) >= threshold  # of the probabilities; their argmax would have false ties
+def hard_labels(z: Tensor, confidence: float = 0.0) -> Tensor:
+    """Argmax of the logits (Eq. 5); −1 where its probability is below `confidence`."""
+    sure = z.softmax(1).amax(1) >= confidence  # of the probabilities; their argmax would have false ties
     return torch.where(sure, z.argmax(1), -1)
 
 

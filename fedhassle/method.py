@@ -280,6 +280,11 @@ class Method:
         return SGD(self.lr, self.momentum, decay, self.net.clip if self.clip is None else self.clip)
 
 
+def require_confidence(value: float) -> None:
+    """Raises `UserError` unless a confidence is from 0 to 1: a model is never sure by 95."""
+    require(0 <= value <= 1, f"confidence must be in [0, 1], got {value}")
+
+
 def average(updates: Sequence[Update]) -> Arrays:
     """Each vector that came back: the mean over the clients that trained it, by the samples that did."""
     names = dict.fromkeys(name for update in updates for name in update.arrays)

@@ -90,7 +90,7 @@ def test_a_wrong_value_is_an_error_that_names_its_key(word):
         ),
         *("method.lr=inf", "method.momentum=1", "method.momentum=-1", "method.clip=-1", "method.clip=nan"),
         *("method.gamma=-1", "method.lam=nan", "method.tau=0", "method.residual_width=0"),
-        *("method.residual_width=1.1", "method.residual_steps=0", "method.threshold=2", "method.warmup=-1"),
+        *("method.residual_width=1.1", "method.residual_steps=0", "method.confidence=2", "method.warmup=-1"),
         *("split.alpha=0", "split.alpha=nan", "split.clients=0", "split.size=0", "split.ratio=-1"),
         *("split.labels=11%", "split.labels=[]", "split.labels={}", "split.labels=true", "split.labels=10%"),
         *("data.std=[0]", "data.mean=[nan]", "data.mean=[0.5,0.5]", "data.crop=12", "split.file=nothere"),

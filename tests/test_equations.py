@@ -111,10 +111,10 @@ def test_a_threshold_leaves_samples_without_a_label(world):
     assert hard_labels(z, 0.9).tolist() == [-1, -1, 1]
     x, _, vectors = world
     logits = f(x, vectors["w_S_before"]) + f(x, vectors["r_US"])
-    threshold = float(np.median(softmax(logits).max(1)))
-    expected = np.where(softmax(logits).max(1) >= threshold, logits.argmax(1), -1)
+    confidence = float(np.median(softmax(logits).max(1)))
+    expected = np.where(softmax(logits).max(1) >= confidence, logits.argmax(1), -1)
     assert 0 < (expected == -1).sum() < B
-    method = Hassle(NET, threshold=threshold)
+    method = Hassle(NET, confidence=confidence)
     assert method.pseudo_label(received(method, vectors), torch.from_numpy(x)).tolist() == expected.tolist()
 
 

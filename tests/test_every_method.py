@@ -110,6 +110,22 @@ def test_a_client_that_holds_nothing_is_not_asked(name):
     assert takes_part(method, Client("someone", 1, 1), 1)
 
 
+@pytest.mark.parametrize("name", ["fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"])
+def test_a_confidence_is_from_0_to_1(name):
+    """With 95 it would learn from no unlabelled sample at all, and say nothing."""
+    for value in (0.0, 0.95, 1.0):
+        assert made(name, confidence=value).confidence == value
+    for value in (95.0, 1.001, -0.1, float("nan")):
+        with pytest.raises(UserError, match=rf"confidence must be in \[0, 1\], got {value}"):
+            made(name, confidence=value)
+
+
+def test_every_method_calls_its_least_confidence_so():
+    having = {name for name in METHODS if hasattr(METHODS[name], "confidence")}
+    assert having == {"fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"}
+    assert not any("threshold" in field.name for one in METHODS.values() for field in dataclasses.fields(one))
+
+
 # Phases
 
 PHASES = """

@@ -105,7 +105,7 @@ def test_every_cell_of_an_experiment_builds(name):
 SETS = {  # the setting that an axis is about: a choice gives it the value that it is called by
     **{"data": "data.name", "method": "method.name", "labels": "split.labels", "annotation": "split.labels"},
     **{"alpha": "split.alpha", "ratio": "split.ratio", "lambda": "method.lam", "gamma": "method.gamma"},
-    **{"width": "method.residual_width", "threshold": "method.threshold"},
+    **{"width": "method.residual_width", "threshold": "method.confidence"},
 }
 OTHERWISE = {  # but for these, by experiment and choice
     ("annotation", "ALL"): {"split.labels": "10%"},
@@ -113,7 +113,7 @@ OTHERWISE = {  # but for these, by experiment and choice
     ("ratio", "9"): {},  # all images
     ("gamma", "0"): {"method.mpa": False},
     ("residual-structure", "none"): {"method.gra": False},
-    ("threshold", "none"): {"method.threshold": 0},
+    ("threshold", "none"): {"method.confidence": 0},
     ("training-loss", "hassle"): {},
     **{("ablation", word): {} for word in ("gra", "mpa")},
     **{("ablation", f"no-{word}"): {f"method.{word}": False} for word in ("gra", "mpa")},
@@ -160,7 +160,7 @@ def test_the_first_seed_of_all_cells_comes_first():
         (("table-noniid", "fmnist-1-rscfed-0"), ["data=fmnist", "split.alpha=1", "method=rscfed"]),
         (("ablation", "no-gra-no-mpa-0"), ["data=cifar10", "method.gra=false", "method.mpa=false"]),
         (("residual-structure", "16/16-0"), ["data=cifar10", "method.residual_width=1"]),
-        (("threshold", "0.95-0"), ["data=cifar10", "method.threshold=0.95"]),
+        (("threshold", "0.95-0"), ["data=cifar10", "method.confidence=0.95"]),
         (("ratio", "2-0"), ["data=cifar10", "split.ratio=2"]),
         (("lambda", "0.5-0"), ["data=cifar10", "method.lam=0.5"]),
         (("gamma", "0.1-1"), ["data=cifar10", "method.gamma=0.1", "seed=1"]),

@@ -34,8 +34,8 @@ METHODS_AND_SETTINGS = pytest.mark.parametrize(
         ("fedavg", {"clip": 0.0}),
         ("fedprox", {"mu": 0.1}),
         ("hassle", {}),
-        ("hassle", {"pseudo_labels": "online", "threshold": 0.3, "residual_target": "with_residual"}),
-        ("hassle", {"proximity": "norm", "threshold": 0.3, "momentum": 0.0}),
+        ("hassle", {"pseudo_labels": "online", "confidence": 0.3, "residual_target": "with_residual"}),
+        ("hassle", {"proximity": "norm", "confidence": 0.3, "momentum": 0.0}),
     ],
     ids=["fedavg", "fedprox", "hassle", "hassle online", "hassle norm"],
 )

@@ -12,13 +12,13 @@ from fedhassle.randomness import generator
 
 
 def labelled_by_hand(method, state, site):
-    """Eq. 5 on clean images, one image at a time; −1 below the threshold."""
+    """Eq. 5 on clean images, one image at a time; −1 below the confidence asked for."""
     found = []
     for row in site.samples.unlabelled.tolist():
         pixels = site.samples.images[row].numpy().astype(np.float64) / 255
         x = torch.from_numpy(((pixels - 0.5) / 0.25).transpose(2, 0, 1).astype(np.float32))
         z = method.net.logits(state["w_S"], x[None])[0].double().numpy()
-        sure = np.exp(z.max()) / np.exp(z).sum() >= method.threshold
+        sure = np.exp(z.max()) / np.exp(z).sum() >= method.confidence
         found.append(int(z.argmax()) if sure else -1)
     return found
 
@@ -53,9 +53,9 @@ def test_labels_given_once_a_round_are_counted_against_the_truth():
     assert trained(method, with_truth(site, truth), state).labelling.tolist() == [7, 21]
 
 
-def test_labels_below_the_threshold_count_as_not_given():
-    """At a threshold of 1 an untrained network is sure of nothing: no label given, w_U keeps its weights."""
-    method = hassle(threshold=1.0, mpa=False, gra=False)
+def test_labels_below_the_confidence_count_as_not_given():
+    """By a confidence of 1 an untrained network is never sure: no label given, w_U keeps its weights."""
+    method = hassle(confidence=1.0, mpa=False, gra=False)
     site = small.site(unlabelled=range(40, 61))
     state = method.initial(0)
     update = trained(method, site, state)
@@ -65,24 +65,24 @@ def test_labels_below_the_threshold_count_as_not_given():
     assert update.losses["w_U"].item() == 0
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.35])
-def test_online_labels_are_counted_at_every_step(threshold):
+@pytest.mark.parametrize("confidence", [0.0, 0.35])
+def test_online_labels_are_counted_at_every_step(confidence):
     """Without augmentation a label is the same at each step: right and given follow from the walks alone.
 
     The dual walks 2 epochs of 3 batches of 8, the residual 5 batches: 88 labels in all.
     """
-    settings = {"pseudo_labels": "online", "threshold": threshold, "residual_steps": 5}
+    settings = {"pseudo_labels": "online", "confidence": confidence, "residual_steps": 5}
     method = Hassle(small.net(small.Linear), **QUICK, **settings)
     site = small.site(unlabelled=range(40, 61), name="bo")
     state = method.initial(0)
     labels = np.array(labelled_by_hand(method, state, site))
     given, right = labels >= 0, labels == site.samples.truth.numpy()
-    assert given.all() if threshold == 0 else 0 < given.sum() < 21
+    assert given.all() if confidence == 0 else 0 < given.sum() < 21
     dual = order_of_epochs(21, 8, 2, generator(0, 1, "bo", "unlabelled"))
     residual = order_end_to_end(21, 8, 5, generator(0, 1, "bo", "unlabelled residual"))
     expected = [sum(int(found[batch].sum()) for batch in dual + residual) for found in (right, given)]
     assert trained(method, site, state).labelling.tolist() == expected
-    assert threshold or expected[1] == 88
+    assert confidence or expected[1] == 88
 
 
 def test_without_augmentation_online_labels_are_those_given_once():

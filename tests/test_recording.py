@@ -31,7 +31,7 @@ METHODS_AND_SETTINGS = pytest.mark.parametrize(
         ("fedavg", {}),
         ("fedprox", {"mu": 0.1}),
         ("hassle", {}),
-        ("hassle", {"pseudo_labels": "online", "threshold": 0.3, "residual_target": "with_residual"}),
+        ("hassle", {"pseudo_labels": "online", "confidence": 0.3, "residual_target": "with_residual"}),
         ("hassle", {"proximity": "norm"}),
     ],
     ids=["fedavg", "fedprox", "hassle", "hassle online", "hassle norm"],
@@ -406,7 +406,7 @@ def test_a_step_traced_once_and_replayed_gives_the_eager_bits(name, settings, bu
 
 
 def test_traced_steps_serve_clients_and_rounds(traced):
-    method = made("hassle", pseudo_labels="online", threshold=0.3)
+    method = made("hassle", pseudo_labels="online", confidence=0.3)
     assert_traced_is_eager(method, [site(labelled=12, name="one"), site(labelled=45, name="two")], 2)
     assert traced
 

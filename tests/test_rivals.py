@@ -191,14 +191,14 @@ def clean(data, rows):
 
 
 def test_fixmatch_that_is_never_sure_is_a_plain_loop_on_labels():
-    """With a confidence above 1 the cross-entropy alone is left, on the labelled batches of the walk.
+    """With a confidence of 1 the cross-entropy alone is left, on the labelled batches of the walk.
 
     Of 7 labelled and 21 unlabelled samples, in batches of 4 and 8: ⌈21/8⌉ = 3 steps an epoch. The walk over
     unlabelled data is drawn first with its views, then the labelled one, end to end.
     """
     data, net = small.dataset(side=3), NET
     here = small.site(data, range(7), range(30, 51))
-    method = FixMatch(net, batch=4, epochs=2, lr=0.05, clip=0.0, confidence=1.5)
+    method = FixMatch(net, batch=4, epochs=2, lr=0.05, clip=0.0, confidence=1.0)
     found = small.trained(method, here)
     rng = generator(0, 1, "here", "both")
     order_of_epochs(21, 8, 2, rng)
@@ -534,8 +534,8 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
 def test_where_nothing_is_sure_psi_is_left_to_its_norms(world, rng):
     """No division by no samples: 10⁻⁴·|ψ|₁ + 10·‖σ − ψ‖² are left, with their gradient."""
     psi = vector(rng)
-    value, by_hand, _ = psi_by_hand(world, world.w, psi, [], 1.5)
-    method = FedMatch(NET, confidence=1.5)
+    value, by_hand, _ = psi_by_hand(world, world.w, psi, [], 1.0)
+    method = FedMatch(NET, confidence=1.0)
     known = as_models(tensors(sigma=world.w, psi=psi), method.networks())
     found, grad = gradient(
         lambda leaf: method.agreement({"sigma": known["sigma"], "psi": leaf}, known, None, world.unlabelled),

@@ -59,7 +59,7 @@ def test_the_hash_changes_with_every_other_setting():
         *("method.gra=false", "method.mpa=false", "method.gamma=3", "method.proximity=norm"),
         *("method.residual_target=with_residual", "method.tau=3", "method.lam=3", "method.residual_steps=3"),
         *("method.residual_decay=3", "method.residual_width=0.3", "method.pseudo_labels=online"),
-        *("method.threshold=0.3", "method.shared_start=true", "method.residual_rounds=3", "method.warmup=3"),
+        *("method.confidence=0.3", "method.shared_start=true", "method.residual_rounds=3", "method.warmup=3"),
     ]
     fields = {f"method.{f.name}" for f in dataclasses.fields(METHODS["hassle"])} - {"method.net"}
     assert fields <= {word.partition("=")[0] for word in words}  # a new setting belongs into this list

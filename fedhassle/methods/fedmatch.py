@@ -12,7 +12,18 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, cross_entropy_each, kl_divergence_each, one_hot
-from fedhassle.method import Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
+from fedhassle.method import (
+    Batch,
+    Client,
+    Descent,
+    Method,
+    Model,
+    Models,
+    Phase,
+    Stream,
+    Update,
+    require_confidence,
+)
 from fedhassle.nets import Net
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, squared_distance
@@ -46,14 +57,9 @@ class FedMatch(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = (
-            "confidence",
-            "supervised_weight",
-            "consistency_weight",
-            "sparsity_weight",
-            "proximity_weight",
-        )
-        for name in (*names, "helpers", "least_change"):
+        require_confidence(self.confidence)
+        weights = ("supervised_weight", "consistency_weight", "sparsity_weight", "proximity_weight")
+        for name in (*weights, "helpers", "least_change"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
         require(self.helpers <= 1000, f"helpers must be at most 1,000, got {self.helpers}")
         require(0 <= self.first_psi <= 1, f"first_psi must be in [0, 1], got {self.first_psi}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, hard_labels
-from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream
+from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream, require_confidence
 from fedhassle.methods.fedavg import FedAvg
 
 
@@ -27,7 +27,7 @@ class FixMatch(FedAvg):
         super().__post_init__()
         require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
         require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
-        require(self.confidence >= 0, f"confidence must be at least 0, got {self.confidence}")
+        require_confidence(self.confidence)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """A partial client's epoch is a pass over its unlabelled data; labelled batches come round again."""

@@ -16,7 +16,19 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
-from fedhassle.method import Batch, Client, Descent, Method, Models, Part, Phase, Stream, Update, as_models
+from fedhassle.method import (
+    Batch,
+    Client,
+    Descent,
+    Method,
+    Models,
+    Part,
+    Phase,
+    Stream,
+    Update,
+    as_models,
+    require_confidence,
+)
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, distance, squared_distance
 
@@ -64,7 +76,7 @@ class Hassle(Method):
     residual_decay: float = 0.0001  # weight decay of the residuals (ruling 8)
     residual_width: float = 0.25  # channels of a residual, as a share of the dual's (ruling 13)
     pseudo_labels: Literal["round", "online"] = "round"  # once a round, or each augmented batch (ruling 10)
-    threshold: float = 0.0  # confidence below which a sample gets no pseudo-label (ruling 12)
+    confidence: float = 0.0  # below it a sample gets no pseudo-label (ruling 12)
     shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
     residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
     warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
@@ -85,7 +97,7 @@ class Hassle(Method):
         require(0 < self.residual_width <= 1, f"residual_width must be in (0, 1], got {self.residual_width}")
         steps = self.residual_steps
         require(1 <= steps <= 100_000, f"residual_steps must be from 1 to 100,000, got {steps}")
-        require(0 <= self.threshold <= 1, f"threshold must be in [0, 1], got {self.threshold}")
+        require_confidence(self.confidence)
         for name in ("residual_rounds", "warmup"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must be at least 0, got {value}")
@@ -153,7 +165,7 @@ class Hassle(Method):
 
     def pseudo_label(self, received: Models, x: Tensor) -> Tensor:
         """ŷ = argmax f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals Eq. 5."""
-        return hard_labels(self.logits(SUPERVISED, received, x), self.threshold)
+        return hard_labels(self.logits(SUPERVISED, received, x), self.confidence)
 
     def dual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
         """L_S: cross-entropy and the proximity of the other dual (Eq. 12)."""
