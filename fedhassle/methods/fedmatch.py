@@ -41,7 +41,7 @@ class FedMatch(Method):
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
     lr: float = 0.05  # ours: with λ_s = 10 and a ψ that follows σ, θ goes as far as at 0.1 with momentum 0.9
-    momentum: float = 0.0  # ours: with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
+    momentum: float = 0.0  # with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
     confidence: float = 0.75  # below it a sample teaches nothing
     helpers: int = 2  # H clients that answer most alike
     helper_rounds: int = 10  # helpers are sent every so many rounds

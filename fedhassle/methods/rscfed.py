@@ -38,7 +38,7 @@ class RSCFed(FedAvg):
     subset_size: int = 5  # … of M each
     weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if any, or all that it holds; ours
     boost: float = 6.0  # factor on the weight of a client with labels, after distances …
-    boost_mean: bool = False  # … and on its f_i too, so that it counts squared: in their code, but off
+    boost_mean: bool = False  # … and on its f_i too: in their code, but off by the command that they publish
     beta_labelled: float = 100.0  # β of a subset that has a client with labels …
     beta_unlabelled: float = 10_000.0  # … and of one that has none
 
