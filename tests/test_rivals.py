@@ -469,6 +469,9 @@ def test_psi_of_a_full_client_descends_its_norms_alone(world, rng):
     np.testing.assert_allclose(grad, 0.3 * np.sign(psi) + 1.4 * (psi - world.w), rtol=1e-12)
 
 
+AUTHORS_WEIGHTS = {"consistency_weight": 0.01, "proximity_weight": 10.0}  # in which the terms show
+
+
 def psi_by_hand(world, sigma, psi, helpers, sure):
     """FedMatch's loss of ψ and its gradient.
 
@@ -510,7 +513,7 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
     own = Model(NET, *tensors(w=sigma + psi, s=sigma[:0]).values())(torch.from_numpy(world.weak))
     sure = own.softmax(1).amax(1).sort().values[len(own) // 2].item()
     assert sure == pytest.approx(middle(z), rel=1e-14)
-    method = FedMatch(NET, confidence=sure)
+    method = FedMatch(NET, confidence=sure, **AUTHORS_WEIGHTS)
     sent = {"sigma": world.sent, "psi": psi} | {f"helper {i}": v for i, v in enumerate(helpers)}
     known = as_models(tensors(**sent), method.networks())
     local = {"sigma": known["sigma"].at(torch.from_numpy(world.w))}
@@ -524,7 +527,9 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
     np.testing.assert_allclose(found, value, rtol=1e-12)
     np.testing.assert_allclose(grad, by_hand, **CLOSE)
     # The norms are of hundreds: what is left without them must agree as well.
-    without = FedMatch(NET, confidence=sure, proximity_weight=0.0, sparsity_weight=0.0)
+    without = FedMatch(
+        NET, confidence=sure, consistency_weight=0.01, proximity_weight=0.0, sparsity_weight=0.0
+    )
     _, grad = gradient(partial(loss, without), psi)
     np.testing.assert_allclose(
         grad, by_hand - 1e-4 * np.sign(psi) - 20 * (psi - sigma), rtol=1e-7, atol=1e-12
@@ -535,7 +540,7 @@ def test_where_nothing_is_sure_psi_is_left_to_its_norms(world, rng):
     """No division by no samples: 10⁻⁴·|ψ|₁ + 10·‖σ − ψ‖² are left, with their gradient."""
     psi = vector(rng)
     value, by_hand, _ = psi_by_hand(world, world.w, psi, [], 1.0)
-    method = FedMatch(NET, confidence=1.0)
+    method = FedMatch(NET, confidence=1.0, **AUTHORS_WEIGHTS)
     known = as_models(tensors(sigma=world.w, psi=psi), method.networks())
     found, grad = gradient(
         lambda leaf: method.agreement({"sigma": known["sigma"], "psi": leaf}, known, None, world.unlabelled),
@@ -571,7 +576,7 @@ def test_batchnorm_belongs_to_sigma(rng):
 def test_psi_learns_by_statistics_of_the_batch_and_moves_none(rng):
     (w, s), x = normed_vector(rng), pictures(rng)
     psi = vector(rng)
-    method = FedMatch(NORMED, confidence=0.0)
+    method = FedMatch(NORMED, confidence=0.0, **AUTHORS_WEIGHTS)
     model = Model(NORMED, *tensors(w=w, s=s.copy()).values(), training=True)
     views = Batch(tensors(a=x, b=x).values(), None)
     loss = method.agreement({"sigma": model, "psi": torch.from_numpy(psi)}, {}, None, views)
@@ -598,7 +603,7 @@ def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(kind, phase, 
     data = small.dataset(side=3)
     here = small.site(data, range(7), range(30, 51) if kind == "partial" else ())
     assert here.client.kind == kind
-    method = FedMatch(NET, batch=8, epochs=2, confidence=1.0, lr=0.02, clip=clip)
+    method = FedMatch(NET, batch=8, epochs=2, confidence=1.0, lr=0.02, clip=clip, **AUTHORS_WEIGHTS)
     found = small.trained(method, here)
     sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
     for rows in order_of_epochs(7, 8, 2, generator(0, 1, "here", phase)):

@@ -40,15 +40,15 @@ class FedMatch(Method):
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
-    lr: float = 0.05  # ours: with λ_s = 10 and a ψ that follows σ, θ goes as far as at 0.1 with momentum 0.9
-    momentum: float = 0.0  # with 0.9 the gradient of 10·‖σ − ψ‖² would diverge
+    lr: float = 0.05  # ours: with λ_s = 10, σ goes half as far in a step as at 0.1 with momentum 0.9
+    momentum: float = 0.0  # theirs too
     confidence: float = 0.75  # below it a sample teaches nothing
     helpers: int = 2  # H clients that answer most alike
     helper_rounds: int = 10  # helpers are sent every so many rounds
     supervised_weight: float = 10.0  # λ_s
-    consistency_weight: float = 0.01  # λ_ICCS
+    consistency_weight: float = 1.0  # λ_ICCS; ours: theirs, 0.01, leaves ψ next to nothing to learn
     sparsity_weight: float = 0.0001  # λ_L1
-    proximity_weight: float = 10.0  # λ_L2
+    proximity_weight: float = 0.01  # λ_L2; ours: with theirs, 10, ψ becomes σ in one step at this rate
     first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
     ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
     unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
