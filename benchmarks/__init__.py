@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.speed`."""
+"""Benchmarks: `python -m benchmarks`."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedhassle.api import Result, run, run_several
-    from fedhassle.data.datasets import load as dataset
+    from fedhassle.data.catalogue import load as dataset
     from fedhassle.errors import UserError
     from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
-    from fedhassle.model import load
+    from fedhassle.predict.model import load
 
 _HOME = {
     "fedhassle.api": ("Result", "run", "run_several"),
@@ -19,7 +19,7 @@ _HOME = {
         *("SGD", "Batch", "Client", "Descent", "Method"),
         *("Model", "Models", "Phase", "Stream", "Update"),
     ),
-    "fedhassle.model": ("load",),
+    "fedhassle.predict.model": ("load",),
 }
 
 __all__ = [
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Imports on first use: the command line answers before PyTorch is loaded."""
     if name == "dataset":
-        return importlib.import_module("fedhassle.data.datasets").load
+        return importlib.import_module("fedhassle.data.catalogue").load
     for module, names in _HOME.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -1,5 +1,5 @@
 """`python -m fedhassle`."""
 
-from fedhassle.cli import main
+from fedhassle.cli.main import main
 
 main()

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from fedhassle.launch import carry_out, reopen, start, start_several
-from fedhassle.model import TrainedModel, load
-from fedhassle.requested import combinations, request
-from fedhassle.runs import Folder, Metrics, read_summary
-from fedhassle.together import carry_out_together
-from fedhassle.view import follow, follow_together
+from fedhassle.predict.model import TrainedModel, load
+from fedhassle.runs.launch import carry_out, reopen, start, start_several
+from fedhassle.runs.live import follow, follow_together
+from fedhassle.runs.record import Folder, Metrics, read_summary
+from fedhassle.runs.several import carry_out_together
+from fedhassle.settings.request import combinations, request
 
 
 class Result(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 import numpy as np
 from torch import Tensor
 
-from fedhassle.data.layout import Kind, kind_of
+from fedhassle.data.split.layout import Kind, kind_of
 from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import require
 from fedhassle.nets import Net

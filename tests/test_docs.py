@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import fedhassle
 import fedhassle.method
-from fedhassle.cli import app
+from fedhassle.cli.main import app
 from fedhassle.reproduce.experiment import cells, read_experiment
 
 ROOT = Path(__file__).parents[1]

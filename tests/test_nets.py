@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedhassle.engine.client import train
+from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import UserError
-from fedhassle.local import train
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
 from fedhassle.nets import NETS, LeNet, Net, ResNet8, Shortcut, check_image, images_a_pass, max_pool
-from fedhassle.parallel import side_by_side
 
 BUILDS = pytest.mark.parametrize(
     ("build", "channels"),

@@ -4,9 +4,9 @@ import pytest
 import small
 from small import built
 
-from fedhassle.config import resolve
 from fedhassle.errors import UserError
-from fedhassle.requested import request
+from fedhassle.settings.request import request
+from fedhassle.settings.schema import resolve
 
 NET = """
     import torch

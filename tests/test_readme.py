@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from fedhassle.cli import app
-from fedhassle.commands.options import asked
-from fedhassle.config import resolve
+from fedhassle.cli.main import app
+from fedhassle.cli.options import asked
 from fedhassle.reproduce.experiment import cells, read_experiment
-from fedhassle.reproduce.figures import figures
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.requested import read
+from fedhassle.reproduce.results import figures
+from fedhassle.settings.request import read
+from fedhassle.settings.schema import resolve
 
 ROOT = Path(__file__).parents[1]
 MODES = ("SM", "UM", "EM")

@@ -1,1 +1,1 @@
-"""A real federation: what its members agree on, their keys, and rounds over a network, by Flower."""
+"""A real federation on Flower: agreement, keys and admission, the server, the sites."""

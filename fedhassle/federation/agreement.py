@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import tomli_w
 
-from fedhassle.data.labels import same_text
 from fedhassle.data.npz import CHANNELS
-from fedhassle.data.site import UNLABELLED, ImageForm
+from fedhassle.data.site.folder import UNLABELLED, ImageForm
+from fedhassle.data.site.labels import same_text
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import nearest
-from fedhassle.requested import MACHINE, Requested, expanded, parsed
+from fedhassle.settings.request import MACHINE, Requested, expanded, parsed
 
 T = TypeVar("T")
 

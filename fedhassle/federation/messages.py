@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedhassle.local import samples_by_name
+from fedhassle.engine.client import samples_by_name
 from fedhassle.method import Client, Method, Update
 from fedhassle.names import some_of
 from fedhassle.vectors import Arrays, all_finite

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.build import build_engine, build_method, build_net, own_code_of
-from fedhassle.config import MethodSettings, Settings, method_class, resolve
-from fedhassle.data.datasets import Dataset, like
-from fedhassle.engine import Engine
+from fedhassle.data.catalogue import Dataset, like
+from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.requested import Requested, read_tables
-from fedhassle.runs import Folder
+from fedhassle.runs.record import Folder
+from fedhassle.settings.build import build_engine, build_method, build_net, own_code_of
+from fedhassle.settings.request import Requested, read_tables
+from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
 

@@ -1,7 +1,6 @@
 """The methods, one small file each."""
 
 from fedhassle.method import Method
-from fedhassle.methods.alone import Alone
 from fedhassle.methods.central import Central
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.methods.fedmatch import FedMatch
@@ -9,6 +8,7 @@ from fedhassle.methods.fedprox import FedProx
 from fedhassle.methods.fixmatch import FixMatch
 from fedhassle.methods.fixmatch_global import FixMatchGlobal
 from fedhassle.methods.hassle import Hassle
+from fedhassle.methods.local_only import Alone
 from fedhassle.methods.mixmatch import MixMatch
 from fedhassle.methods.rscfed import RSCFed
 from fedhassle.methods.sage import Sage

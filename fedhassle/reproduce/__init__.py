@@ -1,1 +1,1 @@
-"""The paper's tables and figures: experiments as data, a ledger of finished runs, the work that fills it."""
+"""The paper's tables and figures: experiments as data, a ledger of finished runs, and the report."""

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedhassle.build import is_machines
 from fedhassle.errors import UserError, require
-from fedhassle.launch import Identity, identify
 from fedhassle.names import nearest
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.requested import Changes, Requested, flat, key_value, layer, read_toml, request, shipped
+from fedhassle.runs.launch import Identity, identify
+from fedhassle.settings.build import is_machines
+from fedhassle.settings.request import Changes, Requested, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
 SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn

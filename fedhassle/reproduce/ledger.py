@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from fedhassle.errors import UserError, require
 from fedhassle.files import UNFINISHED, Stamp, file_name, stamp, try_out, write_json
-from fedhassle.launch import Identity
 from fedhassle.provenance import machine
-from fedhassle.runs import Metrics, read_summary
+from fedhassle.runs.launch import Identity
+from fedhassle.runs.record import Metrics, read_summary
 
 FORMAT = 1
 TOGETHER = "together"  # what the ledger adds to a summary: how many runs shared the device

@@ -1,0 +1,191 @@
+"""Which plain loop does the same as a phase of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.plain import Descent, Loss, Trainer, frozen
+from benchmarks.plain_losses import (
+    Consistency,
+    Sum,
+    Weights,
+    agreement,
+    fixmatch,
+    fixmatch_alone,
+    following,
+    labels_between,
+    labels_of,
+    mixmatch,
+    norms,
+    on_both,
+    own_labels,
+    proximal,
+    residual,
+    supervised,
+    supervised_sum,
+    taught,
+)
+from fedhassle.method import Method, Phase
+from fedhassle.nets import Net
+
+Build = Callable[[Net], nn.Module]
+"""A network of this kind as a plain module on the device, freshly initialised."""
+
+Make = Callable[[Any, Phase, int, Build], Trainer]
+"""(method, phase, round, build) -> the plain trainer; what it trains is built first."""
+
+Goal = tuple[Iterable[nn.Parameter], Loss]
+"""Some parameters, and the loss that they are to lower."""
+
+
+def towards(phase: Phase, *goals: Goal, then: Callable[[], None] | None = None) -> Trainer:
+    """A trainer with a goal for each descent of a phase, and its settings."""
+    pairs = zip(goals, phase.descents, strict=True)
+    return Trainer([Descent(*goal, *descent.sgd) for goal, descent in pairs], then)
+
+
+def fedavg(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """FedAvg, and every method on a client that has labels alone."""
+    module = build(method.net)
+    return towards(phase, (module.parameters(), supervised(module)))
+
+
+def fedprox(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """FedProx, around the weights received."""
+    module, received = build(method.net), build(method.net)
+    return towards(phase, (module.parameters(), proximal(module, received, method.mu / 2)))
+
+
+def hassle_dual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """A dual model of HASSLE, around the other."""
+    module, other = build(method.net), build(method.net)
+    return towards(phase, (module.parameters(), proximal(module, other, method.gamma)))
+
+
+def hassle_residual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """A residual model of HASSLE, with the two duals frozen."""
+    module, dual, other = build(method.residual_net), frozen(build(method.net)), frozen(build(method.net))
+    return towards(phase, (module.parameters(), residual(module, dual, other, method.lam, method.tau)))
+
+
+def mixmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """MixMatch, with the weight that it has grown to."""
+    module, weight = build(method.net), method.weight * min(1.0, t / (method.rounds or t))
+    return towards(phase, (module.parameters(), mixmatch(module, weight, method.temperature)))
+
+
+def matching(make: Callable[..., Loss], labels: Callable[[Any, Build], Consistency]) -> Make:
+    """`fixmatch` or `fixmatch_alone`, with one of the ways to label."""
+
+    def made(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+        module = build(method.net)
+        loss = make(module, labels(method, build), method.weight)
+        return towards(phase, (module.parameters(), loss))
+
+    return made
+
+
+def own(method: Any, build: Build) -> Consistency:
+    """FixMatch's labels."""
+    return own_labels(method.confidence)
+
+
+def received(method: Any, build: Build) -> Consistency:
+    """Those of the model received."""
+    return labels_of(frozen(build(method.net)), method.confidence)
+
+
+def between(method: Any, build: Build) -> Consistency:
+    """SAGE's."""
+    return labels_between(frozen(build(method.net)), method.confidence, method.halving)
+
+
+def fedmatch_labels(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """First σ on labels, then ψ, which only follows it."""
+    sigma, psi = build(method.net), build(method.net)
+    both = Sum(sigma, psi)
+    labels = supervised_sum(both, method.supervised_weight)
+    return towards(phase, (sigma.parameters(), labels), (both.psi, norms(both, fedmatch_weights(method))))
+
+
+def fedmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """First σ, then ψ."""
+    sigma, psi = build(method.net), build(method.net)
+    both = Sum(sigma, psi)
+    labels = supervised_sum(both, method.supervised_weight)
+    agreed = fedmatch_agreement(method, t, both, build)
+    return towards(phase, (sigma.parameters(), labels), (both.psi, agreed))
+
+
+def fedmatch_psi(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """ψ alone, on the σ received."""
+    psi, sigma = build(method.net), frozen(build(method.net))
+    both = Sum(sigma, psi)
+    return towards(phase, (both.psi, fedmatch_agreement(method, t, both, build)))
+
+
+def fedmatch_agreement(method: Any, t: int, both: Sum, build: Build) -> Loss:
+    """ψ's loss, with helpers in the rounds that have them; as they do not learn, each is one network."""
+    helpers = 0 if t % method.helper_rounds else method.helpers
+    experts = [frozen(build(method.net)) for _ in range(helpers)]
+    return agreement(both, experts, method.confidence, fedmatch_weights(method))
+
+
+def fedmatch_weights(method: Any) -> Weights:
+    """The weights of ψ's terms."""
+    return Weights(method.consistency_weight, method.sparsity_weight, method.proximity_weight)
+
+
+def rscfed(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """The mean teacher of a client in its first round; labels too, where there are any."""
+    module, teacher = build(method.net), frozen(build(method.net))
+    loss = taught(module, teacher, method.consistency_weight, method.temperature)
+    if len(phase.streams) > 1:
+        loss = on_both(loss, supervised(module))
+    return towards(phase, (module.parameters(), loss), then=following(teacher, module, method.ema))
+
+
+COUNTERPARTS: dict[str, dict[str, Make]] = {  # by method and phase
+    "fedavg": {"labelled": fedavg},
+    "fedprox": {"labelled": fedprox},
+    "mixmatch": {"labelled": fedavg, "both": mixmatch_both},
+    "fixmatch": {"labelled": fedavg, "both": matching(fixmatch, own)},
+    "fedmatch": {"labelled": fedmatch_labels, "both": fedmatch_both, "unlabelled": fedmatch_psi},
+    "rscfed": {"labelled": fedavg, "both": rscfed, "unlabelled": rscfed},
+    "hassle": {
+        "labelled": hassle_dual,
+        "labelled residual": hassle_residual,
+        "unlabelled": hassle_dual,
+        "unlabelled residual": hassle_residual,
+    },
+    "fixmatch-global": {
+        "labelled": fedavg,
+        "both": matching(fixmatch, received),
+        "unlabelled": matching(fixmatch_alone, received),
+    },
+    "sage": {
+        "labelled": fedavg,
+        "both": matching(fixmatch, between),
+        "unlabelled": matching(fixmatch_alone, between),
+    },
+    "central": {"labelled": fedavg},
+    "local": {"labelled": fedavg},
+}
+
+
+def counterpart(name: str, method: Method, phase: Phase, t: int, device: torch.device) -> Trainer | None:
+    """The plain trainer of a phase in round t with the same settings; None where nobody has written one."""
+    make = COUNTERPARTS.get(name, {}).get(phase.name)
+    if make is None:
+        return None
+
+    def build(net: Net) -> nn.Module:
+        module = net.build(net.shape, net.classes, net.width).to(device)
+        return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    with torch.random.fork_rng(devices=[]):  # modules draw their weights on the CPU
+        return make(method, phase, t, build)

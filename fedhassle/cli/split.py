@@ -1,0 +1,92 @@
+"""`fedhassle split`: who holds what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedhassle.cli.options import DataDir, Words, asked
+from fedhassle.terminal import say
+
+# PyTorch takes seconds to load: commands import what needs it when they run.
+
+console = Console()
+
+
+def split(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path("split.png"),
+    save: Annotated[Path | None, typer.Option(help="Also save the split itself, for split.file=….")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Show who holds what.
+
+    Prints counts and effective classes per client, and draws the paper's dot picture.
+    """
+    from fedhassle.data.picture_files import check_picture
+    from fedhassle.data.split.dots import FORMATS, draw_split
+    from fedhassle.data.split.split import table
+    from fedhassle.settings.build import build_dataset, build_split
+    from fedhassle.settings.schema import resolve
+
+    check_picture(picture, FORMATS)
+    settings = resolve(asked(words, data_dir, None))
+    dataset = build_dataset(settings)
+    made = build_split(settings, dataset)
+    rows = table(made, dataset.y_train, dataset.classes)
+    chosen = settings.split
+    about = f"{chosen.labels}, α = {chosen.alpha:g}" if chosen.file is None else Path(chosen.file).name
+    draw_split(rows, picture, f"{dataset.name}, {about}", dataset.class_names)
+    if save is not None:
+        made.save(save)
+    if as_json:
+        result = {
+            "hash": made.hash,
+            "notes": list(made.notes),
+            "clients": [plain(asdict(row)) for row in rows],
+        }
+        typer.echo(json.dumps(result, indent=1))
+        return
+    console.print(split_table(rows, made.hash))
+    for note in made.notes:
+        say(console, f"note: {note}")
+    for what, file in (("picture", picture), ("split", save)):
+        if file is not None:
+            say(console, f"{what:8} {file}")
+
+
+def plain(value: Any) -> Any:
+    """Arrays and numbers of NumPy as JSON has them."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def split_table(rows: Sequence[Any], digest: str) -> Table:
+    """Counts and effective classes, a row for each client."""
+    shown = Table(
+        title=f"split {digest[:12]}: samples; effective classes",
+        title_justify="left",
+    )
+    for column in ("client", "kind"):
+        shown.add_column(column)
+    for column in ("labelled", "unlabelled", "all", "lab.", "unl."):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        classes = (row.effective, row.effective_labelled, row.effective_unlabelled)
+        figures = [f"{value:.1f}" if value else "–" for value in classes]
+        shown.add_row(escape(row.name), row.kind, f"{row.labelled:,}", f"{row.unlabelled:,}", *figures)
+    total = [sum(row.labelled for row in rows), sum(row.unlabelled for row in rows)]
+    shown.add_row("all", "", *(f"{n:,}" for n in total), "", "", "", style="bold")
+    return shown

@@ -1,0 +1,1 @@
+"""A site's own images: folders, label files, and checks of both."""

@@ -1,0 +1,1 @@
+"""Splits: who holds which samples, and which of them are labelled."""

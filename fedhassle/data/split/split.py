@@ -1,0 +1,313 @@
+"""How a training set is divided among clients, and the file that keeps the division."""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fedhassle.data.split.cuts import SPLIT_KINDS, Group, Rows, Seed, shuffled_by
+from fedhassle.data.split.layout import Holding, LabelLayout, layout, relabelled, thinned, units
+from fedhassle.errors import UserError
+from fedhassle.files import atomic
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The rows of the training set that each client holds with and without labels."""
+
+    labelled: tuple[Rows, ...]
+    unlabelled: tuple[Rows, ...]
+    notes: tuple[str, ...] = ()  # what a reader should know, such as that a fall-back was used
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the rows and their boundaries; the notes do not count."""
+        digest = hashlib.sha256()
+        for parts in (self.labelled, self.unlabelled):
+            for array in _joined(parts):
+                digest.update(np.int64(array.size).astype("<i8").tobytes() + array.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names, counted from 1."""
+        return tuple(f"client {k}" for k in range(1, len(self.labelled) + 1))
+
+    def check(self, samples: int) -> None:
+        """Refuses rows beyond the training set and rows used twice."""
+        rows, _ = _joined([*self.labelled, *self.unlabelled])
+        beyond = rows[(rows < 0) | (rows >= samples)]
+        if beyond.size:
+            raise UserError(
+                f"the split uses row {beyond[0]}, the data set has {samples} rows; load the split made for it"
+            )
+        used = np.bincount(rows, minlength=samples)
+        if (used > 1).any():
+            raise UserError(
+                f"the split uses row {used.argmax()} {used.max()} times instead of once at most; "
+                "make the split anew"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the split to one .npz file, which is there whole or not at all."""
+        fields = [
+            *_joined(self.labelled),
+            *_joined(self.unlabelled),
+            np.array(self.hash),
+            np.array(self.notes, "U"),
+        ]
+        # An open file, since NumPy would append .npz to a name that lacks it.
+        with atomic(Path(path)) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **dict(zip(_FIELDS, fields, strict=True)))  # type: ignore[arg-type]
+
+    @staticmethod
+    def load(path: str | Path) -> "Split":
+        """Reads a saved split and checks it against its hash."""
+        path = Path(path)
+        try:
+            if not path.is_file():
+                raise UserError(
+                    f"there is no split at {path}; name a file that fedhassle split --save wrote, or a run's "
+                    "split.npz"
+                )
+            with np.load(path, allow_pickle=False) as file:
+                fields = [file[name] for name in _FIELDS]
+            labelled, unlabelled = _parted(*fields[:2]), _parted(*fields[2:4])
+            split = Split(labelled, unlabelled, tuple(str(note) for note in fields[5]))
+        except UserError:
+            raise
+        except Exception as e:  # a foreign file fails anywhere in zipfile, zlib or NumPy, in their own ways
+            raise UserError(f"{path} is no split or is damaged ({e}); make the split anew") from e
+        if split.hash != str(fields[4]) or len(labelled) != len(unlabelled):
+            raise UserError(
+                f"{path} is damaged: its rows do not match its hash {fields[4]}; make the split anew"
+            )
+        return split
+
+
+_FIELDS = ("labelled_rows", "labelled_offsets", "unlabelled_rows", "unlabelled_offsets", "hash", "notes")
+
+
+def _joined(parts: Sequence[Rows]) -> tuple[Rows, Rows]:
+    """All parts end to end, and where each begins and the last one ends."""
+    offsets = np.cumsum([0, *(part.size for part in parts)], dtype=np.int64)
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64), offsets
+
+
+def _parted(rows: Rows, offsets: Rows) -> tuple[Rows, ...]:
+    """The parts that were joined."""
+    plain = all(array.dtype == np.int64 and array.ndim == 1 for array in (rows, offsets))
+    if not plain or offsets[0] != 0 or offsets[-1] != rows.size:
+        raise ValueError("rows and offsets do not fit")
+    return tuple(np.split(rows, offsets[1:-1])) if offsets.size > 1 else ()
+
+
+class Drawer(NamedTuple):
+    """Divides pools of one training set by one kind of split, each with random numbers of its own."""
+
+    y: Rows
+    kind: str
+    alpha: float
+    seed: int
+
+    def stream(self, name: str) -> np.random.Generator:
+        """Random numbers of the seed and one use of them."""
+        return Seed(self.seed, name).generator()
+
+    def order(self) -> Rows:
+        """All rows at random, so that every stretch holds the classes in their proportion.
+
+        Each class takes turns at even distances, from a start of its own. What the lines say on the right is
+        what they give for five samples if shuffling merely reverses and every start is ½.
+        """
+        # self.y = [0 1 0 1 0]
+        rng = self.stream("order")
+        by_class = shuffled_by(self.y, rng)  # (N,) rows, class after class: [4 2 0 3 1]
+        sizes = np.bincount(self.y)  # (M,): [3 2]
+        m, rank = units(sizes)  # (N,) each, the class of a row and its place there: [0 0 0 1 1], [0 1 2 0 1]
+        start = rng.random(sizes.size)  # (M,): [½ ½]
+        turn = (rank + start[m]) / sizes[m]  # (N,) from 0 to 1: [⅙ ½ ⅚ ¼ ¾]
+        return by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
+
+    def divide(self, name: str, pool: Rows, targets: Rows, least: Rows) -> tuple[list[Rows], list[str]]:
+        """The pool's rows for each member, and what a reader should know of it."""
+        if targets.size < 2:
+            return [pool][: targets.size], []
+        group = Group(self.y[pool], int(self.y.max()) + 1, targets, least)
+        cut = SPLIT_KINDS[self.kind].cut(group, self.alpha, Seed(self.seed, name))
+        parts = np.split(pool[cut.order], np.cumsum(cut.sizes)[:-1])
+        return parts, [f"{name}: {cut.note}"] if cut.note else []
+
+
+def split(
+    y: npt.NDArray[np.integer],
+    *,
+    kind: str = "authors",
+    annotation: str = "independent",
+    alpha: float = 0.1,
+    clients: int = 20,
+    labels: LabelLayout = "10%",
+    size: int | None = None,
+    ratio: float | None = None,
+    seed: int = 0,
+) -> Split:
+    """Divides the samples of classes y among clients, and decides which of them are labelled.
+
+    `kind` says how one pool of rows is divided among its members, `annotation` which pools there are.
+    """
+    y = np.asarray(y)
+    if y.ndim != 1 or y.size == 0 or not np.issubdtype(y.dtype, np.integer):
+        raise UserError(f"y must be one class number per sample, got shape {y.shape} of {y.dtype}")
+    for name, value, known in (("kind", kind, SPLIT_KINDS), ("annotation", annotation, ANNOTATIONS)):
+        if value not in known:
+            raise UserError(f"split.{name}={value!r} is unknown; take {' or '.join(known)}")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise UserError(
+            f"split.alpha must be above 0 and finite, got {alpha}; for equal mixes take split.kind=iid"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise UserError(f"split.seed must be a whole number of at least 0, got {seed!r}")
+    holdings = layout(labels, y.size, clients, size)
+    codes = np.unique(y, return_inverse=True)[1].astype(np.int64)
+    drawer = Drawer(codes, kind, float(alpha), int(seed))
+    labelled, unlabelled, notes = ANNOTATIONS[annotation](drawer, holdings, labels)
+    if ratio is not None:
+        n_l, n_u = (np.array([part.size for part in parts]) for parts in (labelled, unlabelled))
+        kept = thinned(n_u, int(n_l.sum()), ratio)
+        rng = drawer.stream("ratio")
+        unlabelled = [rng.permutation(part)[:n] for part, n in zip(unlabelled, kept, strict=True)]
+    return Split(tuple(map(np.sort, labelled)), tuple(map(np.sort, unlabelled)), tuple(notes))
+
+
+Annotated = tuple[list[Rows], list[Rows], list[str]]
+
+
+class IndependentPart(NamedTuple):
+    """One part of the data of one kind of client, which is divided among just these."""
+
+    name: str
+    clients: Rows  # by their places
+    sizes: Rows  # samples that each of them should get
+
+
+def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
+    """The authors' way: labels and unlabelled data of each kind of client are drawn independently."""
+    n_l, n_u = np.array(holdings).T
+    full = np.flatnonzero(n_u == 0)
+    partial = np.flatnonzero((n_l > 0) & (n_u > 0))
+    bare = np.flatnonzero(n_l == 0)
+    parts = (  # in the order in which they take their pools
+        IndependentPart("labels of full clients", full, n_l[full]),
+        IndependentPart("labels of partial clients", partial, n_l[partial]),
+        IndependentPart("unlabelled data of partial clients", partial, n_u[partial]),
+        IndependentPart("data of unlabelled clients", bare, n_u[bare]),
+    )
+    ends = np.cumsum([part.sizes.sum() for part in parts])
+    pools = np.split(drawer.order(), ends)[: len(parts)]  # the rows behind the last end are nobody's
+    notes: list[str] = []
+    if full.size == 1 and partial.size:
+        # One client alone would get an even mix: the authors set it against all the partial clients.
+        halves = np.array([part.sizes.sum() for part in parts[:2]])
+        least = np.array([1, partial.size])
+        pools[:2], notes = drawer.divide("all labels", np.concatenate(pools[:2]), halves, least)
+    divided: list[dict[int, Rows]] = []  # the rows of each part, by client
+    for part, pool in zip(parts, pools, strict=True):
+        rows, more = drawer.divide(part.name, pool, part.sizes, np.ones_like(part.sizes))
+        divided.append(dict(zip(part.clients.tolist(), rows, strict=True)))
+        notes += more
+    full_labels, partial_labels, partial_rest, bare_data = divided
+    labelled = full_labels | partial_labels
+    unlabelled = partial_rest | bare_data
+    none = np.empty(0, np.int64)
+    return (
+        [labelled.get(k, none) for k in range(len(holdings))],
+        [unlabelled.get(k, none) for k in range(len(holdings))],
+        notes,
+    )
+
+
+def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
+    """One split over all clients, then a random share of each client's own data is labelled."""
+    sizes = np.array([holding.size for holding in holdings])
+    planned = np.array([holding.labelled for holding in holdings])
+    least = np.array([2 if holding.kind == "partial" else 1 for holding in holdings])
+    parts, notes = drawer.divide("data of all clients", drawer.order()[: sizes.sum()], sizes, least)
+    drawn = np.array([part.size for part in parts])
+    counts = planned if np.array_equal(drawn, sizes) else relabelled(labels, holdings, drawn)
+    if counts.sum() != planned.sum():
+        notes.append(
+            f"the sizes drawn give {counts.sum()} labels where equal sizes would give {planned.sum()}"
+        )
+    rng = drawer.stream("annotation")
+    shuffled = [rng.permutation(part) for part in parts]
+    return (
+        [rows[:n] for rows, n in zip(shuffled, counts, strict=True)],
+        [rows[n:] for rows, n in zip(shuffled, counts, strict=True)],
+        notes,
+    )
+
+
+ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], LabelLayout], Annotated]] = {
+    "independent": _annotate_independent,
+    "own": _annotate_own,
+}
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """What one client holds, as tables and pictures show it."""
+
+    name: str
+    kind: str  # full, partial or unlabelled
+    labelled: int
+    unlabelled: int
+    effective_labelled: float
+    effective_unlabelled: float
+    effective: float
+    labelled_counts: tuple[int, ...]  # by class
+    unlabelled_counts: tuple[int, ...]
+
+
+def effective_classes(counts: npt.ArrayLike) -> float:
+    """How many equal classes would mix as evenly: exp of the entropy, 0 where there are no samples."""
+    n = np.asarray(counts, dtype=np.float64)
+    shares = n[n > 0] / max(n.sum(), 1)
+    return float(np.exp(-(shares * np.log(shares)).sum())) if shares.size else 0.0
+
+
+def pooled(split: Split) -> Split:
+    """All labelled data at one client; what has no label is left out."""
+    return Split((np.sort(np.concatenate(split.labelled)),), (np.empty(0, np.int64),), split.notes)
+
+
+def steps_on_labels(split: Split, drawn: int, epochs: int, batch: int) -> int:
+    """The steps of a round in which those drawn walk over their labels, on average; at least one."""
+    each = [epochs * -(-len(labelled) // batch) for labelled in split.labelled]
+    return max(1, round(drawn / len(each) * sum(each)))
+
+
+def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
+    """One row for each client."""
+    y = np.asarray(y)
+    rows = []
+    for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True):
+        n_l, n_u = (np.bincount(y[part], minlength=classes) for part in (labelled, unlabelled))
+        rows.append(
+            ClientRow(
+                name=name,
+                kind=Holding(labelled.size, unlabelled.size).kind,
+                labelled=labelled.size,
+                unlabelled=unlabelled.size,
+                effective_labelled=effective_classes(n_l),
+                effective_unlabelled=effective_classes(n_u),
+                effective=effective_classes(n_l + n_u),
+                labelled_counts=tuple(n_l.tolist()),
+                unlabelled_counts=tuple(n_u.tolist()),
+            )
+        )
+    return rows

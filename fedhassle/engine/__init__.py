@@ -1,0 +1,1 @@
+"""Training: rounds, clients, and the devices they run on."""

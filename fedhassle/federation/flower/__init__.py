@@ -1,0 +1,1 @@
+"""All contact with Flower: transport, processes, patches, logs."""

@@ -1,0 +1,1 @@
+"""The coordinator's side: the server process and the rounds over the network."""

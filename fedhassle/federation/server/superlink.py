@@ -1,0 +1,71 @@
+"""Flower's SuperLink, with one door for sites and another for the coordinator.
+
+The SuperLink serves sites, the coordinator's commands (admit a key, start a program) and the programs
+themselves at one port, and asks only sites for a key. Here the coordinator's part answers this machine
+alone: from anywhere else there is nothing but the sites' part.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+
+import uvicorn
+from flwr.supercore.http_logging import get_uvicorn_log_config
+from flwr.supercore.logger import console_handler
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
+from flwr.superlink.main import create_app
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fedhassle.federation.flower.processes import end_with_parent
+
+SITES = "/v1/fleet/"  # where sites call
+
+
+class Doors:
+    """Refuses, from other machines, all that is not for sites."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it."""
+        if scope["type"] == "http" and not (scope["path"].startswith(SITES) or is_here(scope)):
+            await PlainTextResponse("not from here", status_code=403)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def is_here(scope: Scope) -> bool:
+    """Whether a request comes from this machine: by loopback, or from the address that it went to."""
+    client, server = scope.get("client"), scope.get("server")
+    if not client or not server:
+        return False
+    try:
+        return ipaddress.ip_address(client[0]).is_loopback or client[0] == server[0]
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    """Runs a SuperLink with the options of `flower-superlink`."""
+    end_with_parent()
+    sys.argv[0] = "flower-superlink"
+    config = _parse_superlink_lifespan_config()
+    app = create_app(config, SuperLinkLifespan)
+    app.add_middleware(Doors)
+    uvicorn.run(
+        app,
+        host=config.host,
+        port=config.port,
+        access_log=False,
+        log_config=get_uvicorn_log_config(console_handler.level),
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        proxy_headers=False,  # nobody may say that he calls from elsewhere than he does
+    )
+
+
+if __name__ == "__main__":
+    main()

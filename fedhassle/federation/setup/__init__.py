@@ -1,0 +1,1 @@
+"""Setting a federation up: its folder, keys, admission of sites, checks."""

@@ -1,0 +1,99 @@
+"""Founding a federation: its file, its certificate authority and its server's certificate."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fedhassle.data.catalogue import CATALOGUE, like, statistics, usual_crop
+from fedhassle.data.site.folder import ImageForm, read_site
+from fedhassle.data.site.survey import survey
+from fedhassle.errors import UserError, require
+from fedhassle.federation.agreement import Agreement, DataTerms, parsed_address, write_agreement
+from fedhassle.federation.setup.folder import FederationFolder
+from fedhassle.federation.setup.keys import make_ca, make_server_certificate
+from fedhassle.names import nearest
+
+GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+HERE = ("localhost", "127.0.0.1", "::1")  # the coordinator's own commands reach the server by these
+
+
+def terms_by_classes(class_names: Sequence[str], size: tuple[int, int], channels: int) -> DataTerms:
+    """Terms for classes by name; normalisation and augmentation as the data set with such images has them."""
+    known, (height, width) = like(channels), size
+    crop = usual_crop(height, width)
+    return DataTerms(tuple(class_names), height, width, channels, known.mean, known.std, known.flip, crop)
+
+
+def terms_like(name: str) -> DataTerms:
+    """The terms of a named data set."""
+    known = ", ".join(CATALOGUE)
+    require(name in CATALOGUE, f"unknown data set {name!r}{nearest(name, CATALOGUE)} (known are {known})")
+    entry = CATALOGUE[name]
+    channels, height, width = entry.shape
+    return DataTerms(
+        entry.class_names, height, width, channels, entry.mean, entry.std, entry.flip, entry.crop
+    )
+
+
+def terms_of_folder(
+    folder: Path, labels: Path | None, size: tuple[int, int] | None, channels: int | None
+) -> DataTerms:
+    """Terms for images like those of a folder: its classes, and the mean and spread of its pixels."""
+    seen = survey(folder, None, labels)
+    require(
+        size is not None or len(seen.sizes) == 1,
+        f"the images of {folder} have {len(seen.sizes)} sizes: choose one with --size",
+    )
+    height, width = size or (seen.sizes[0][0][1], seen.sizes[0][0][0])
+    grey = all(mode in GREY_MODES for mode, _ in seen.modes)
+    depth = channels or (1 if grey else 3)
+    site = read_site(folder, ImageForm(seen.class_names, height, width, depth), labels)
+    mean, std = statistics(site.x)
+    terms = terms_by_classes(seen.class_names, (height, width), depth)
+    return replace(terms, mean=_rounded(mean), std=tuple(max(value, 0.0001) for value in _rounded(std)))
+
+
+def _rounded(values: Sequence[float]) -> tuple[float, ...]:
+    """To four digits: more say nothing of images, and might say something of one image."""
+    return tuple(round(value, 4) for value in values)
+
+
+def found_federation(agreement: Agreement, out: Path, also: Sequence[str] = ()) -> FederationFolder:
+    """Makes the folder of a new federation, whole or not at all; `also` are other names of the server.
+
+    An empty folder that is there stays the one it is: it may be the one that somebody is working in.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"{out} exists already and is not empty: choose another folder, nothing is overwritten"
+        )
+    names = [parsed_address(agreement.address).host, *also, *HERE]
+    try:
+        home = out if out.is_dir() else out.parent
+        home.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=home, prefix=".writing-"))
+        try:
+            made = FederationFolder(temporary)
+            write_agreement(agreement, made.agreement)
+            make_ca(made.ca_key, made.ca, agreement.name)
+            make_server_certificate(made.server_key, made.certificate, made.ca_key, made.ca, names)
+            _put_in_place(made, FederationFolder(out))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    return FederationFolder(out)
+
+
+def _put_in_place(made: FederationFolder, wanted: FederationFolder) -> None:
+    """Moves a finished folder, or what is in it into one that is there; the file for the sites comes last."""
+    if not wanted.path.is_dir():
+        made.path.chmod(0o755)
+        made.path.replace(wanted.path)
+        return
+    for part in sorted(made.path.iterdir(), key=lambda part: part == made.agreement):
+        part.replace(wanted.path / part.name)

@@ -1,0 +1,1 @@
+"""A site's side: the node process and the worker that trains."""

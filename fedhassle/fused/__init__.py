@@ -1,1 +1,0 @@
-"""Operations in fewer kernels than a compiler makes of them, and the rewriting of steps to use them."""

@@ -1,0 +1,1 @@
+"""A trained model in use: loading, predicting, scoring, ONNX export."""

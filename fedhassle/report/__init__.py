@@ -1,1 +1,0 @@
-"""The ledger beside the paper: a page to look at, Markdown, LaTeX and CSV."""

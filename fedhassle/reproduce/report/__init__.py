@@ -1,0 +1,1 @@
+"""The ledger beside the paper: an HTML page, Markdown, LaTeX and CSV."""

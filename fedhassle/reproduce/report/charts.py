@@ -1,0 +1,390 @@
+"""Charts as vector graphics for a page: lines and bars, coloured by the classes of the page's style sheet."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fedhassle.reproduce.report.markup import Markup, joined, number, tag
+
+COLOURS = 8  # of the style sheet, called c0, c1, …
+WIDTH, HEIGHT = 680.0, 340.0
+LEFT, TOP, BOTTOM = 56.0, 16.0, 52.0
+TILTED = 46.0  # how much more room names need beneath the axis where they have to be tilted
+LETTER, BOLD = 7.4, 9.5  # the width of a letter, generously; the true one depends on the reader's fonts
+APART = 16.0  # the least distance between labels
+BESIDE = 8.0  # how far points of one column lie apart, where there is room
+MARKS = ("circle", "square", "triangle", "diamond")
+
+
+class Point(NamedTuple):
+    """A value, and how far it goes up and down over seeds."""
+
+    x: float
+    y: float
+    std: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether it has a place: a result may hold NaN."""
+        return all(map(math.isfinite, (self.x, self.y, self.std or 0.0)))
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one name. `paper`: what the paper prints for them."""
+
+    label: str
+    points: tuple[Point, ...]
+    paper: tuple[Point, ...] = ()
+    look: str = "c0"  # the class that has its colour
+    dashed: bool = False
+    faint: bool = False  # whether it was made in another way than asked for
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series on common axes. `ticks`: names of the places 0, 1, … where the axis has no numbers.
+
+    `limits`: what a value can be at least and at most; a spread is not drawn beyond it.
+    """
+
+    id: str  # of the element, its own on the page
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    ticks: tuple[str, ...] = ()
+    from_zero: bool = False
+    limits: tuple[float, float] = (-math.inf, math.inf)
+
+
+class Frame(NamedTuple):
+    """Where values lie on the picture."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    right: float  # of the axes, in the picture
+    base: float  # of the axes
+    tilted: bool  # whether names beneath the axis would meet if they were level
+
+    def across(self, x: float) -> float:
+        """The place of a value from left to right."""
+        low, high = self.x
+        return LEFT + (x - low) / (high - low) * (self.right - LEFT)
+
+    def up(self, y: float) -> float:
+        """The place of a value from top to bottom."""
+        low, high = self.y
+        return self.base - (y - low) / (high - low) * (self.base - TOP)
+
+
+def colour(place: int) -> str:
+    """The class of the colour that goes with a place."""
+    return f"c{place % COLOURS}"
+
+
+def drawable(chart: Chart) -> Chart:
+    """A chart without the points that have no place."""
+    series = [
+        replace(one, points=tuple(point for point in one.points if point.finite)) for one in chart.series
+    ]
+    return replace(chart, series=tuple(series))
+
+
+def caption(chart: Chart) -> str:
+    """What a reader has to know of a chart."""
+    chart = drawable(chart)
+    words = [chart.title if chart.title.endswith("?") else f"{chart.title}."]
+    if any(point.std for series in chart.series for point in series.points):
+        words.append("Bands and lines up and down are one standard deviation over seeds.")
+    if any(series.paper for series in chart.series):
+        words.append("A cross is the paper's figure.")
+    if any(series.faint for series in chart.series):
+        words.append("What is pale was made with other rounds.")
+    return " ".join(words)
+
+
+def draw_lines(chart: Chart) -> Markup:
+    """A line for each series: over columns with marks and spreads, by round with its name at its end."""
+    chart = drawable(chart)
+    if chart.ticks:
+        frame = framed(chart, WIDTH - 8)
+        places = enumerate(side_by_side(chart.series, len(chart.ticks), frame))
+        drawn = [line(series, i, frame, few=True) for i, series in places]
+        return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=True))
+    labels = [series.label for series in chart.series if series.points or series.paper]
+    right = WIDTH - 22 - BOLD * max(map(len, labels), default=0)
+    frame = framed(chart, max(right, WIDTH / 2))
+    drawn = [line(series, i, frame, few=False) for i, series in enumerate(chart.series)]
+    drawn += end_labels(chart.series, frame)
+    return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=False))
+
+
+def draw_bars(chart: Chart) -> Markup:
+    """Groups of bars side by side from zero, with the spread on top; named in a legend above them."""
+    chart = drawable(chart)
+    frame = framed(chart, WIDTH - 8)
+    slots = max(len(chart.series), 1)
+    width = 0.8 / slots
+    drawn: list[Markup] = []
+    for i, series in enumerate(chart.series):
+        shift = (i - (slots - 1) / 2) * width
+        drawn += [bar(point, shift, width, series, frame) for point in series.points]
+        drawn += [
+            paper_mark(point._replace(x=point.x + shift), frame, series.label) for point in series.paper
+        ]
+    return picture(chart, frame, *drawn, legend=legend(chart.series))
+
+
+def side_by_side(series: Sequence[Series], columns: int, frame: Frame) -> list[Series]:
+    """Series over columns, moved a little so that their spreads do not lie on each other."""
+    column = (frame.right - LEFT) / columns
+    step = min(BESIDE / column, 0.6 / max(len(series), 1))
+    moved = []
+    for i, one in enumerate(series):
+        shift = (i - (len(series) - 1) / 2) * step
+        points, paper = (
+            tuple(point._replace(x=point.x + shift) for point in points) for points in (one.points, one.paper)
+        )
+        moved.append(replace(one, points=points, paper=paper))
+    return moved
+
+
+def extent(points: Sequence[Point], limits: tuple[float, float]) -> tuple[float, float]:
+    """The lowest and the highest of all points and of their spreads, as far as a value can be there."""
+    least, most = limits
+    if not points:
+        return least if math.isfinite(least) else 0.0, most if math.isfinite(most) else 1.0
+    spreads = [point.y + sign * (point.std or 0.0) for point in points for sign in (-1, 1)]
+    values = [*(min(max(y, least), most) for y in spreads), *(point.y for point in points)]
+    return min(values), max(values)
+
+
+def framed(chart: Chart, right: float) -> Frame:
+    """The axes that show every point, with some room around them."""
+    points = [point for series in chart.series for point in (*series.points, *series.paper)]
+    low, high = extent(points, chart.limits)
+    if chart.from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    step = tick_step(high - low or abs(high) or 1.0)
+    bottom = 0.0 if chart.from_zero else math.floor(low / step) * step
+    top = max(math.ceil(high / step), round(bottom / step) + 1) * step
+    if chart.ticks:
+        slot = (right - LEFT) / len(chart.ticks)
+        tilted = LETTER * max(map(len, chart.ticks)) > slot
+        base = HEIGHT - BOTTOM - TILTED * tilted
+        return Frame((-0.5, len(chart.ticks) - 0.5), (bottom, top), right, base, tilted)
+    places = [point.x for point in points]
+    first, last = min(places, default=0.0), max(places, default=1.0)
+    return Frame((first if first < last else last - 1, last), (bottom, top), right, HEIGHT - BOTTOM, False)
+
+
+def tick_step(span: float, most: int = 6) -> float:
+    """The smallest of 1, 2, 5, 10 … and their tenths that makes no more ticks than that."""
+    power = 10.0 ** math.floor(math.log10(span / most))
+    return next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= most)
+
+
+def multiples(low: float, high: float, least: float = 0.0) -> list[float]:
+    """The ticks of an axis, at least so far apart: there is no half of a round."""
+    step = max(tick_step(high - low), least)
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def picture(chart: Chart, frame: Frame, *drawn: Markup, legend: Markup | None = None) -> Markup:
+    """The whole of a chart, with its words for those who cannot see it."""
+    axes = joined(*grid_lines(chart, frame))
+    empty = not any(series.points for series in chart.series)
+    note = [text((LEFT + frame.right) / 2, HEIGHT / 2, "not run yet", "middle", "note")] if empty else []
+    svg = tag(
+        "svg",
+        tag("title", chart.title, id=f"{chart.id}-title"),
+        tag("desc", description(chart), id=f"{chart.id}-desc"),
+        axes,
+        *drawn,
+        *note,
+        view_box=f"0 0 {number(WIDTH)} {number(HEIGHT)}",
+        role="img",
+        class_="chart",
+        aria_labelledby=f"{chart.id}-title {chart.id}-desc",
+    )
+    return joined(
+        legend or "", tag("div", svg, class_="scroll", tabindex="0", role="group", aria_label=chart.title)
+    )
+
+
+def description(chart: Chart) -> str:
+    """What the chart shows, in words."""
+    parts = [f"{chart.y_label} by {chart.x_label}."]
+    for series in chart.series:
+        if series.points:
+            first, last = series.points[0], series.points[-1]
+            through = "" if first is last else f" to {last.y:.2f} at {place(chart, last)}"
+            parts.append(f"{series.label}: {first.y:.2f} at {place(chart, first)}{through}.")
+        else:
+            parts.append(f"{series.label}: not run yet.")
+    return " ".join(parts)
+
+
+def place(chart: Chart, point: Point) -> str:
+    """Where a point is, in the words of the axis."""
+    return chart.ticks[round(point.x)] if chart.ticks else f"{point.x:g}"
+
+
+def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
+    """Lines across at each tick, their numbers, and the names of the axes."""
+    base = frame.base
+    for value in multiples(*frame.y):
+        y = frame.up(value)
+        yield tag("line", x1=LEFT, x2=frame.right, y1=y, y2=y, class_="grid")
+        yield text(LEFT - 8, y + 4, f"{value:g}" if abs(value) > 1e-9 else "0", "end")
+    if chart.ticks:
+        places = list(enumerate(chart.ticks))
+    else:
+        places = [(value, f"{value:g}") for value in multiples(*frame.x, least=1.0)]  # type: ignore[misc]
+    for x, label in places:
+        yield tag("line", x1=frame.across(x), x2=frame.across(x), y1=base, y2=base + 5, class_="axis")
+        yield tick_name(frame.across(x), base + 18, label, frame.tilted)
+    yield tag("line", x1=LEFT, x2=frame.right, y1=base, y2=base, class_="axis")
+    yield text((LEFT + frame.right) / 2, HEIGHT - 10, chart.x_label, "middle", "name")
+    turned = f"rotate(-90 14 {number((TOP + base) / 2)})"
+    yield tag(
+        "text", chart.y_label, x=14, y=(TOP + base) / 2, text_anchor="middle", class_="name", transform=turned
+    )
+
+
+def tick_name(x: float, y: float, label: str, tilted: bool) -> Markup:
+    """What stands beneath a tick."""
+    turned = f"rotate(-30 {number(x)} {number(y)})" if tilted else None
+    look = {"text_anchor": "end" if tilted else "middle", "class_": "tilted" if tilted else None}
+    return tag("text", label, x=x, y=y, transform=turned, **look)
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:
+    """A line of text."""
+    return tag("text", words, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def line(series: Series, place: int, frame: Frame, few: bool) -> Markup:
+    """A series: its spread, its line, and marks where its points are few."""
+    places = [(frame.across(point.x), frame.up(point.y)) for point in series.points]
+    parts = [tag("path", d=path(places), class_="line")] if len(places) > 1 else []
+    if few or len(places) == 1:
+        parts += [whisker(point, frame) for point in series.points if point.std]
+        parts += [mark(x, y, place) for x, y in places]
+    elif any(point.std for point in series.points):
+        parts.insert(0, tag("path", d=band(series.points, frame), class_="band"))
+    parts += [paper_mark(point, frame, series.label) for point in series.paper]
+    shades = " dashed" * series.dashed + " faint" * series.faint
+    return tag("g", tag("title", series.label), *parts, class_=f"series {series.look}{shades}")
+
+
+def path(places: Sequence[tuple[float, float]]) -> str:
+    """Lines from place to place."""
+    return "M" + " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def band(points: Sequence[Point], frame: Frame) -> str:
+    """The outline of one standard deviation up and down, kept within the axes."""
+    low, high = frame.y
+    upper = [(frame.across(p.x), frame.up(min(p.y + (p.std or 0), high))) for p in points]
+    lower = [(frame.across(p.x), frame.up(max(p.y - (p.std or 0), low))) for p in points]
+    return path([*upper, *reversed(lower)]) + "Z"
+
+
+def whisker(point: Point, frame: Frame, shift: float = 0.0) -> Markup:
+    """One standard deviation up and down, kept within the axes."""
+    (low, high), x, std = frame.y, frame.across(point.x + shift), point.std or 0.0
+    ends = max(point.y - std, low), min(point.y + std, high)
+    return tag("line", x1=x, x2=x, y1=frame.up(ends[0]), y2=frame.up(ends[1]), class_="whisker")
+
+
+def mark(x: float, y: float, place: int) -> Markup:
+    """A point, of a shape that goes with the place of its series: colour is not all that tells them apart."""
+    shape = MARKS[place % len(MARKS)]
+    if shape == "circle":
+        return tag("circle", cx=x, cy=y, r=4.5)
+    corners = {
+        "square": ((-4, -4), (4, -4), (4, 4), (-4, 4)),
+        "triangle": ((0, -5.5), (5, 4), (-5, 4)),
+        "diamond": ((0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)),
+    }[shape]
+    return tag("path", d=path([(x + dx, y + dy) for dx, dy in corners]) + "Z", class_="mark")
+
+
+def paper_mark(point: Point, frame: Frame, label: str) -> Markup:
+    """What the paper prints: a cross."""
+    x, y = frame.across(point.x), frame.up(point.y)
+    arms = f"M{x - 5:.1f},{y - 5:.1f} l10,10 m0,-10 l-10,10"
+    return tag("path", tag("title", f"{label}, the paper: {point.y:.2f}"), d=arms, class_="paper")
+
+
+def bar(point: Point, shift: float, width: float, series: Series, frame: Frame) -> Markup:
+    """One bar from zero, with its spread."""
+    left, right = (frame.across(point.x + shift + half * width) for half in (-0.46, 0.46))
+    y, base = frame.up(point.y), frame.up(0.0)
+    about = f"{series.label}: {point.y:.2f}" + ("" if point.std is None else f" ± {point.std:.2f}")
+    return tag(
+        "g",
+        tag("title", about),
+        tag("rect", x=left, y=y, width=right - left, height=max(base - y, 0.0)),
+        *([whisker(point, frame, shift)] if point.std else []),
+        class_=f"bar {series.look}" + " faint" * series.faint,
+    )
+
+
+def legend(series: Sequence[Series]) -> Markup:
+    """The names of series beside their colours; in HTML, where it wraps."""
+    keys = [tag("li", tag("span", class_=f"key {one.look}"), named(one)) for one in series]
+    return tag("ul", *keys, class_="legend")
+
+
+def line_legend(series: Sequence[Series], marks: bool) -> Markup:
+    """The names of lines beside a piece of each; without marks lines have their names at their ends too."""
+    keys = []
+    for i, one in enumerate(series):
+        piece = [tag("path", d=path([(0, 6), (28, 6)]), class_="line"), *([mark(14, 6, i)] if marks else [])]
+        key = tag(
+            "svg",
+            *piece,
+            view_box="0 0 28 12",
+            width=28,
+            height=12,
+            class_=f"series {one.look}" + " dashed" * one.dashed,
+            aria_hidden="true",
+        )
+        keys.append(tag("li", key, named(one)))
+    return tag("ul", *keys, class_="legend" if marks else "legend narrow")
+
+
+def named(series: Series) -> str:
+    """The name of a series, and whether there is nothing of it."""
+    return series.label if series.points else f"{series.label} (not run)"
+
+
+def end_labels(series: Sequence[Series], frame: Frame) -> Iterator[Markup]:
+    """The name of each line at its end, moved apart where they would meet."""
+    ends = [(frame.up((one.points or one.paper)[-1].y), one) for one in series if one.points or one.paper]
+    ends.sort(key=lambda end: end[0])
+    places = spaced([y for y, _ in ends], TOP + 4, frame.base)
+    for (y, one), moved in zip(ends, places, strict=True):
+        x = frame.across((one.points or one.paper)[-1].x)
+        if abs(y - moved) > 2 or x < frame.right - 1:
+            lead = path([(x + 6, y), (frame.right + 8, moved)])
+            yield tag("path", d=lead, class_=f"lead {one.look}")
+        yield text(frame.right + 12, moved + 4, one.label, "start", f"label {one.look}")
+
+
+def spaced(places: Sequence[float], low: float, high: float) -> list[float]:
+    """Sorted places, moved no further than needed to be apart; as far as there is room, within bounds."""
+    apart = min(APART, (high - low) / max(len(places) - 1, 1))
+    down = list(itertools.accumulate(places, lambda before, y: max(y, before + apart)))
+    limit, moved = high, list[float]()
+    for y in reversed(down):
+        moved.append(min(y, limit))
+        limit = moved[-1] - apart
+    return moved[::-1]

@@ -1,0 +1,278 @@
+"""The work on cells: trains what the ledger lacks, several at once on a GPU, and resumes what was cut."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from fedhassle.engine.tensor_files import round_files
+from fedhassle.errors import BusyError, UserError, require
+from fedhassle.files import locked
+from fedhassle.reproduce.experiment import Cell
+from fedhassle.reproduce.ledger import Ledger
+from fedhassle.runs.launch import Identity, Load, Loader, Run, recorded_device, reopen, start
+from fedhassle.runs.record import Folder, Metrics, read_summary
+from fedhassle.runs.several import Event, carry_out_together
+from fedhassle.settings.build import build_dataset, settings_hash
+
+log = logging.getLogger("fedhassle")
+
+J = TypeVar("J")  # a cell, made ready to be trained
+
+RUNS = Path("runs/reproduce")
+SIDE_BY_SIDE = 3  # on a GPU, which one run of small networks does not fill
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cell in work, and the lock that keeps other processes from it."""
+
+    cell: Cell
+    lock: ExitStack
+
+
+class Clock:
+    """How much of a budget is left, and what rounds and beginnings take."""
+
+    def __init__(self, budget: float | None) -> None:
+        self._end = None if budget is None else time.monotonic() + budget
+        self._since: dict[int, float] = {}  # when a run began, or ended its last round
+        self._rounds: dict[int, float] = {}  # seconds of the last round of each run; of the first one, 0
+        self._start = 0.0  # the longest that a run took to the end of its first round, where kernels are made
+
+    def note(self, event: Event) -> None:
+        """Takes the time."""
+        now = time.monotonic()
+        took = now - self._since.get(event.run, now)
+        self._since[event.run] = now
+        if event.ended:
+            self._rounds.pop(event.run, None)
+        elif event.step is not None and event.run in self._rounds:
+            self._rounds[event.run] = took
+        elif event.step is not None:
+            self._rounds[event.run] = 0.0
+            self._start = max(self._start, took)
+
+    def allows_round(self) -> bool:
+        """Whether another round of each run ends in time."""
+        return self._allows(max(self._rounds.values(), default=0.0))
+
+    def allows_start(self) -> bool:
+        """Whether a new run gets anywhere; it need not end in time, since it can be resumed."""
+        return self._allows(self._start)
+
+    def _allows(self, seconds: float) -> bool:
+        return self._end is None or time.monotonic() + seconds < self._end
+
+
+class Work:
+    """The cells that a ledger lacks, on their way into it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cells: Sequence[Cell],
+        runs: Path = RUNS,
+        together: int | None = None,
+        budget: float | None = None,
+    ) -> None:
+        self.ledger, self.runs = ledger, runs
+        lacking: dict[tuple[str, int], Cell] = {}
+        for cell in cells:
+            if cell.identity not in ledger:
+                lacking.setdefault(cell.identity.key, cell)
+        self.cells = list(lacking.values())
+        self.width = (together or SIDE_BY_SIDE) if on_gpu(self.cells) else 1
+        self.done: list[Cell] = []
+        self.failed: list[tuple[Cell, BaseException]] = []
+        self.barred: list[BaseException] = []  # of cells that need the images which one of `failed` lacks
+        self._elsewhere: list[Cell] = []  # those that other processes were at when their turn came
+        self._clock = Clock(budget)
+        self._load = Loader()
+        self._taken: list[Held] = []  # by the place of the run
+        self._going: set[int] = set()
+
+    @property
+    def about(self) -> str:
+        """Where the cells are made."""
+        return f"on {self.cells[0].identity.device}, {self.width} at once"
+
+    @property
+    def left(self) -> list[Cell]:
+        """The cells that are still not there, for whatever reason."""
+        self.ledger.refresh()
+        return [cell for cell in self.cells if cell.identity not in self.ledger]
+
+    @property
+    def elsewhere(self) -> list[Cell]:
+        """Those of them that another process was at when this one was done with its own."""
+        return [cell for cell in self.left if cell in self._elsewhere]
+
+    @property
+    def cut(self) -> list[tuple[Cell, int]]:
+        """Those that are begun and that nobody is at, with the round from which they go on."""
+        others = [*self._elsewhere, *(cell for cell, _ in self.failed)]
+        begun = [
+            (cell, round_files(Folder(self._home(cell)).checkpoints))
+            for cell in self.left
+            if cell not in others
+        ]
+        return [(cell, max(files)) for cell, files in begun if files]
+
+    def cell(self, event: Event) -> Cell:
+        """The cell that an event is about."""
+        return self._taken[event.run].cell
+
+    def seconds(self, run: Identity) -> float | None:
+        """How long a run takes, by what was measured."""
+        return self.ledger.seconds(run)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """What the work needs around it: nothing, in this process."""
+        return nullcontext()
+
+    def carry_out(self) -> Generator[Event]:
+        """Trains cell after cell, for as long as the budget allows."""
+        events = self._events()
+        try:
+            for event in events:
+                self._note(event)
+                yield event
+                if not self._clock.allows_round():
+                    return
+        finally:
+            events.close()  # ends each run after its round, before others may have it
+            for place in list(self._going):
+                self._settle(place)
+
+    def _events(self) -> Generator[Event]:
+        """What happens while the cells are trained; closed, it ends each run after its round."""
+        return carry_out_together(self._ready(partial(prepare, load=self._load)), self.width)
+
+    def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
+        """The cells made ready, each when its turn comes; those of other processes are looked at again."""
+        yield from self._ready_of(self.cells, make)
+        again, self._elsewhere = self._elsewhere, []
+        yield from self._ready_of(again, make)
+
+    def _ready_of(self, cells: Sequence[Cell], make: Callable[[Cell, Folder], J]) -> Iterator[J]:
+        for cell in cells:
+            if not self._clock.allows_start():
+                return
+            job = self._take(cell, make)
+            if job is not None:
+                yield job
+
+    def _take(self, cell: Cell, make: Callable[[Cell, Folder], J]) -> J | None:
+        """Makes a cell ready under its lock; None where nothing is to do, or nothing can be done."""
+        with ExitStack() as stack:
+            try:
+                lock = self._home(cell).with_suffix(".lock")
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                lock.touch()
+                stack.enter_context(locked(lock))
+            except (BusyError, FileNotFoundError):  # in work, or just finished, elsewhere
+                self._elsewhere.append(cell)
+                return None
+            self.ledger.refresh()
+            if cell.identity in self.ledger:
+                lock.unlink(missing_ok=True)
+                return None
+            try:
+                summary = self._result(cell)
+                if summary is not None:  # its process ended before it could tell the ledger
+                    self._keep(cell, summary)
+                    return None
+                job = make(cell, Folder(self._home(cell)))
+            except Exception as error:
+                lock.unlink(missing_ok=True)
+                self._give_up(cell, error)
+                return None
+            self._going.add(len(self._taken))
+            self._taken.append(Held(cell, stack.pop_all()))
+            return job
+
+    def _give_up(self, cell: Cell, error: Exception) -> None:
+        """Tells of a cell that cannot begin; quietly where an error is raised again, as `Loader` does."""
+        if any(error is known for _, known in self.failed):
+            self.barred.append(error)
+            return
+        log.warning("%s cannot be run: %s", cell, error)
+        self.failed.append((cell, error))
+
+    def _note(self, event: Event) -> None:
+        """Takes in what happened."""
+        self._clock.note(event)
+        if event.ended:
+            if event.error is not None:
+                self.failed.append((self.cell(event), event.error))
+            self._settle(event.run)
+
+    def _settle(self, place: int) -> None:
+        """Keeps the result of a run if there is one; then others may have its cell."""
+        self._going.discard(place)
+        held = self._taken[place]
+        with held.lock:
+            try:
+                summary = self._result(held.cell)
+                if summary is not None:
+                    self._keep(held.cell, summary)
+            except UserError as error:
+                self.failed.append((held.cell, error))
+
+    def _result(self, cell: Cell) -> Metrics | None:
+        """The summary of a cell's run, if that is finished."""
+        return summary_of(cell, Folder(self._home(cell)))
+
+    def _keep(self, cell: Cell, summary: Metrics) -> None:
+        """Tells the ledger of a finished run, then removes what only an unfinished one needs."""
+        self.ledger.add(summary, min(self.width, len(self.cells)))
+        self.done.append(cell)
+        home = self._home(cell)
+        clear(Folder(home))
+        home.with_suffix(".lock").unlink(missing_ok=True)  # whoever waits for it finds the cell in the ledger
+
+    def _home(self, cell: Cell) -> Path:
+        """The run folder of a cell, the same from whichever experiment it comes."""
+        return self.runs / f"{cell.identity.settings_hash[:8]}-{cell.seed}"
+
+
+def on_gpu(cells: Sequence[Cell]) -> bool:
+    """Whether any of the cells trains on a GPU."""
+    return any(cell.identity.device != "cpu" for cell in cells)
+
+
+def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
+    """The run of a cell, new or as far as it came, on the device that is asked for now."""
+    if not folder.begun:
+        return start(cell.requested, folder.path, load)
+    run = reopen(folder.path, recorded_device(cell.requested), load)
+    require_own(cell, folder.path, (settings_hash(run.settings, run.dataset, run.split), run.settings.seed))
+    return run
+
+
+def summary_of(cell: Cell, folder: Folder) -> Metrics | None:
+    """The summary in the folder of a cell's run, if it is there."""
+    if not folder.summary.exists():
+        return None
+    summary = read_summary(folder.path)
+    require_own(cell, folder.path, (summary["settings_hash"], summary["seed"]))
+    return summary
+
+
+def clear(folder: Folder) -> None:
+    """Removes what only an unfinished run needs."""
+    for part in (folder.checkpoints, folder.memory):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def require_own(cell: Cell, path: Path, key: tuple[str, int]) -> None:
+    """Refuses a folder that another run has taken."""
+    require(key == cell.identity.key, f"{path} holds another run than {cell.key}: move it away")

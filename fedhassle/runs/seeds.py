@@ -1,0 +1,166 @@
+"""Runs that differ in their seed alone, taken together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from fedhassle.method import Method
+from fedhassle.methods import METHODS
+from fedhassle.settings.request import MACHINE, flat
+from fedhassle.runs.record import Metrics
+
+PATHS = ("data.name", "split.file")
+UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # a label has it anyway, or it tells nothing
+
+
+class Spread(NamedTuple):
+    """Mean over seeds, and standard deviation where there are several."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.2f}" + ("" if self.std is None else f" ± {100 * self.std:.2f}")
+
+
+class Curve(NamedTuple):
+    """Accuracy by round, over seeds."""
+
+    rounds: list[int]
+    spreads: list[Spread]
+
+
+class Gap(NamedTuple):
+    """By how much one group is above another, seed by seed on those that both have."""
+
+    spread: Spread
+    above: int
+    seeds: int
+
+    def __str__(self) -> str:
+        sign = "−" if self.spread.mean < 0 else "+"
+        size = Spread(abs(self.spread.mean), self.spread.std)
+        return f"{sign}{size}, {self.above} of {self.seeds} above"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one method with one set of settings."""
+
+    label: str
+    runs: tuple[Metrics, ...]
+
+    @property
+    def seeds(self) -> frozenset[int]:
+        """Those of its runs."""
+        return frozenset(run["seed"] for run in self.runs)
+
+    @property
+    def headline(self) -> str:
+        """The prediction that stands for the method."""
+        return str(self.runs[0]["headline"])
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The predictions that a user chooses from; (): the headline alone."""
+        return tuple(modes_of(self.runs[0]))
+
+    @property
+    def predictions(self) -> list[str]:
+        """What its runs report the accuracy of."""
+        return list(self.runs[0]["accuracy"])
+
+    def score(self, prediction: str, figure: str = "mean_of_last") -> Spread:
+        """A final accuracy over the seeds."""
+        return spread([run["accuracy"][prediction][figure] for run in self.runs])
+
+    def gap(self, other: Group) -> Gap | None:
+        """Headline against headline; None without a common seed."""
+        mine, theirs = (
+            {run["seed"]: run["accuracy"][group.headline]["mean_of_last"] for run in group.runs}
+            for group in (self, other)
+        )
+        found = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
+        return Gap(spread(found), sum(one > 0 for one in found), len(found)) if found else None
+
+    def curve(self, prediction: str) -> Curve:
+        """The accuracy by round, at the rounds that all seeds have."""
+        return curve_of(
+            [{m["round"]: m["accuracy"][prediction] for m in run["history"]} for run in self.runs]
+        )
+
+
+def modes_of(summary: Metrics) -> Mapping[str, str]:
+    """The predictions of a run that a user chooses from, and what each is.
+
+    Summaries from before they were noted are read with the modes that a method of ours has now.
+    """
+    noted: Mapping[str, str] | None = summary.get("modes")
+    return METHODS.get(summary["method"], Method).modes if noted is None else noted
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation; NaN where one of the values is no number."""
+    if not all(map(math.isfinite, values)):
+        return Spread(math.nan, None)
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def curve_of(runs: Sequence[Mapping[int, float]]) -> Curve:
+    """What runs have by round, at the rounds that all of them have."""
+    rounds = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
+    return Curve(rounds, [spread([run[t] for run in runs]) for t in rounds])
+
+
+def grouped(summaries: Sequence[Metrics]) -> list[Group]:
+    """Runs that differ in their seed alone as one group, labelled by what sets it apart; none twice."""
+    together: dict[tuple[str, str, str], dict[int, Metrics]] = {}
+    for summary in summaries:
+        key = (summary["method"], summary["data"], summary["settings_hash"])
+        together.setdefault(key, {}).setdefault(summary["seed"], summary)
+    settings = [dict(flat(next(iter(runs.values()))["settings"])) for runs in together.values()]
+    labels = [
+        " ".join([method, *differences(mine, settings)])
+        for (method, _, _), mine in zip(together, settings, strict=True)
+    ]
+    return [
+        Group(label if labels.count(label) == 1 else f"{label} {digest[:8]}", tuple(runs.values()))
+        for label, ((_, _, digest), runs) in zip(labels, together.items(), strict=True)
+    ]
+
+
+def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that set a group apart from others that have them too, as KEY=VALUE.
+
+    Another method has other defaults: against it, only what differs from the method's own is told.
+    """
+    name = mine.get("method.name")
+    own = [other for other in all_settings if other.get("method.name") == name]
+    usual = defaults(name)
+    return [
+        f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
+        for key, value in mine.items()
+        if key not in UNNAMED
+        and differs(key, value, own if key in usual and usual[key] == value else all_settings)
+    ]
+
+
+def defaults(method: str | None) -> dict[str, Any]:
+    """The settings of a method of ours where none are given."""
+    known = METHODS.get(method or "")
+    return {} if known is None else {f"method.{field.name}": field.default for field in fields(known)}
+
+
+def differs(key: str, value: Any, others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some of the others have another value."""
+    return any(key in other and other[key] != value for other in others)
+
+
+def shown(key: str, value: Any) -> Any:
+    """A value as a label has it: of a path its end."""
+    return PurePath(value).name if key in PATHS else value

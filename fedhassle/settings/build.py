@@ -1,0 +1,198 @@
+"""From settings to the things they name: data set, split, network, method."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fedhassle.data import catalogue
+from fedhassle.data.catalogue import Dataset
+from fedhassle.data.split import split
+from fedhassle.data.split.cuts import SPLIT_KINDS
+from fedhassle.data.split.split import ClientRow, Split, table
+from fedhassle.engine.device import Engine
+from fedhassle.errors import UserError
+from fedhassle.files import Stamp, stamp
+from fedhassle.method import Method
+from fedhassle.names import find
+from fedhassle.nets import NETS, Net, check_image
+from fedhassle.provenance import own_code
+from fedhassle.settings.request import MACHINE, Requested
+from fedhassle.settings.schema import DataSettings, Settings, method_class, resolve
+
+
+def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
+    """Equal for runs that differ in seed and machine alone."""
+    return digest(settings, fingerprint(dataset), None if settings.split.file is None else split.hash)
+
+
+def is_machines(key: str) -> bool:
+    """Whether a setting, by its dotted key, says how a run is made and not which: the hash is without it."""
+    return key == "data.folder" or key.partition(".")[0] in MACHINE
+
+
+def hash_before(settings: Settings) -> str:
+    """The same before a run is built: images and a split are read only where they are a user's own."""
+    name, file = settings.data.name, settings.split.file
+    known = name in catalogue.CATALOGUE
+    images = name if known else own_fingerprint(settings.data.model_dump_json(), stamp(Path(name)))
+    return digest(settings, images, None if file is None else Split.load(Path(file)).hash)
+
+
+@functools.lru_cache
+def own_fingerprint(data: str, written: Stamp) -> str:
+    """The fingerprint of a user's own images, by [data] as JSON and the file's stamp: read once."""
+    return fingerprint(build_dataset(Settings(data=DataSettings.model_validate_json(data))))
+
+
+def digest(settings: Settings, images: str, split: str | None) -> str:
+    """The hash of settings, where images, a split in a file and own code count by what is in them.
+
+    What is None does not count: a new option that is None by default leaves finished runs as they are.
+    """
+    plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE}, exclude_none=True)
+    plain["data"] = {k: v for k, v in plain["data"].items() if k != "folder"} | {"name": images}
+    if split is not None:
+        plain["split"] = {"hash": split}
+    if own := own_code_of(settings):
+        plain["own_code"] = own
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def own_code_of(settings: Settings) -> dict[str, str]:
+    """The hash of the source of a method and a network of one's own, by import path; ours have none."""
+    net = settings.net or ""
+    if ":" in net:  # its error says what is wrong; that of the method's name has been by now
+        find(net, NETS, "network")
+    found = {name: own_code(name) for name in (settings.method.name, net)}
+    return {name: code for name, code in found.items() if code is not None}
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """The name of a known data set; for a user's own, the hash of its images and labels."""
+    if dataset.name in catalogue.CATALOGUE:
+        return dataset.name
+    arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
+    return dataset.content or catalogue.hashed(*arrays)
+
+
+def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
+    """The images, with what the settings say of them."""
+    data = settings.data
+    dataset = catalogue.load(data.name, None if data.folder is None else Path(data.folder), progress)
+    given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
+    for key in ("mean", "std"):
+        if key in given:
+            given[key] = per_channel(f"data.{key}", given[key], dataset.shape[0])
+    if "std" in given and min(given["std"]) <= 0:
+        raise UserError(f"data.std must be positive, got {list(given['std'])}")
+    if given.get("crop", 0) >= min(dataset.shape[1:]):
+        raise UserError(
+            f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}"
+        )
+    dataset = dataclasses.replace(dataset, **given)
+    return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+
+
+def build_divisible(settings: Settings) -> Dataset:
+    """What a split needs of the data: of a named set no images, but for a file that says who holds which."""
+    data, entry = settings.data, catalogue.CATALOGUE.get(settings.data.name)
+    if entry is None or (settings.split.file is not None and not entry.sources):
+        return build_dataset(settings)
+    if settings.split.file is not None:
+        raise UserError(f"split.file names images of {entry.name}, which are not at hand")
+    dataset = catalogue.without_pixels(entry)
+    return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+
+
+def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """One number for each channel; a whole number of 400 digits has become infinite by now."""
+    if len(values) != channels or not all(math.isfinite(value) for value in values):
+        raise UserError(f"{key} needs one finite number per channel ({channels}), got {list(values)}")
+    return tuple(values)
+
+
+def build_split(settings: Settings, dataset: Dataset) -> Split:
+    """The split in a file, or a new one."""
+    chosen = settings.split
+    if chosen.file is not None:
+        found = Split.load(Path(chosen.file))
+        found.check(len(dataset.y_train))
+        return found
+    return split.split(
+        dataset.y_train,
+        kind=chosen.kind,
+        annotation=chosen.annotation,
+        alpha=chosen.alpha,
+        clients=chosen.clients,
+        labels=chosen.labels,
+        size=chosen.size,
+        ratio=chosen.ratio,
+        seed=split_seed(settings),
+    )
+
+
+def split_seed(settings: Settings) -> int:
+    """The seed that a new split is drawn from: the one that is set, its kind's own, or the run's."""
+    candidates = (settings.split.seed, SPLIT_KINDS[settings.split.kind].seed, settings.seed)
+    return next(seed for seed in candidates if seed is not None)
+
+
+class Holdings(NamedTuple):
+    """Who holds what in a run."""
+
+    data: str
+    class_names: tuple[str, ...]
+    mixing: str  # how the classes are divided, in words
+    clients: tuple[ClientRow, ...]
+
+
+def holdings(requested: Requested) -> Holdings | None:
+    """Who holds what in a run; None where the images that say it are not at hand, or cannot be divided so."""
+    settings = resolve(requested)
+    chosen = settings.split
+    try:
+        dataset = build_divisible(settings)
+        rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
+    except UserError:
+        return None
+    mixing = "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
+    mixing = f"{mixing}, seed {split_seed(settings)}" if chosen.file is None else Path(chosen.file).name
+    return Holdings(dataset.name, dataset.class_names, mixing, tuple(rows))
+
+
+def build_engine(settings: Settings) -> Engine:
+    """Where and how the settings train."""
+    assert settings.precision != "auto" and settings.compile is not None  # since they are resolved
+    device = torch.device(settings.device)
+    return Engine(device, settings.precision, settings.lanes, settings.compile, settings.deterministic)
+
+
+def build_net(settings: Settings, dataset: Dataset) -> Net:
+    """The network of the settings, else the data set's."""
+    name = settings.net or dataset.net
+    build = find(name, NETS, "network")
+    try:
+        net = Net(build, dataset.shape, dataset.classes)
+        check_image(net)
+    except Exception as error:  # a user's class may fail in any way
+        raise UserError(
+            f"net {name!r} cannot be built as Net(shape, classes, width) and run: {error}"
+        ) from error
+    return net
+
+
+def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
+    """A method with its settings."""
+    try:
+        return method_class(name)(net=net, **values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method.{error}") from error

@@ -1,0 +1,90 @@
+"""Lists and help of the command line."""
+
+import subprocess
+import sys
+import typing
+
+import pytest
+from small import LIMIT, call, environment
+from typer.models import ArgumentInfo
+
+from fedhassle.cli.main import app
+
+
+def test_methods_are_listed_one_a_line():
+    code, out, err = call("methods")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == [
+        *("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle"),
+        *("fixmatch-global", "sage", "central", "local"),
+    ]
+    assert all(len(line.split()) > 4 for line in out.splitlines())
+
+
+def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypatch):
+    (tmp_path / "cifar10.npz").touch()
+    code, out, _ = call("data", "list", "--data-dir", tmp_path)
+    first = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0 and {"fmnist-mini", "fmnist", "cifar10", "cifar100"} <= set(first)
+    assert "shipped" in first["fmnist-mini"] and "12,000 + 2,000" in first["fmnist-mini"]
+    assert " here " in first["cifar10"] and "to download" in first["cifar100"]
+    monkeypatch.setenv("FEDHASSLE_DATA", str(tmp_path))
+    assert call("data", "list")[1] == out
+
+
+@pytest.mark.parametrize(
+    ("command", "mentioned"),
+    [
+        ((), ("run", "resume", "split", "compare", "methods", "data")),
+        (("run",), ("CONFIG", "KEY=VALUE", "--out", "--data-dir", "--device")),
+        (("resume",), ("FOLDER",)),
+        (("split",), ("--json", "--picture", "--save", "--data-dir")),
+        (("compare",), ("FOLDERS", "--picture")),
+        (("reproduce",), ("NAME", "KEY=VALUE", "--only", "--budget", "--together", "--results")),
+        (("predict",), ("MODEL", "IMAGES...", "--mode", "--out", "--probabilities", "--device")),
+        (("evaluate",), ("MODEL", "DATA", "--mode", "--json", "--picture", "--data-dir")),
+        (("export",), ("MODEL", "[OUT.onnx]", "--onnx", "--mode", "fedhassle[export]")),
+        (("methods",), ("one line each",)),
+        (("data",), ("list", "check")),
+        (("federation",), ("init", "join", "admit", "expel", "server", "node", "run", "status", "demo")),
+        (("federation", "server"), ("[FOLDER]", "until Ctrl-C")),
+        (("federation", "node"), ("--data", "--federation", "--name", "--labels", "--hash", "--device")),
+        (("federation", "run"), ("[FOLDER]", "--out", "--test", "central")),
+        (("federation", "status"), ("[FOLDER]",)),
+        (("federation", "demo"), ("--out", "--rounds")),
+        (("data", "list"), ("--data-dir",)),
+    ],
+)
+def test_help(command, mentioned):
+    code, out, err = call(*command, "--help")
+    assert (code, err) == (0, "") and all(word in out for word in mentioned)
+    assert "\\" not in out
+
+
+def arguments(typer, *above):
+    """Every positional argument of every command: the command's words, and the help of the argument."""
+    for command in typer.registered_commands:
+        words = (*above, command.name or command.callback.__name__)
+        for hint in typing.get_type_hints(command.callback, include_extras=True).values():
+            found = [about for about in typing.get_args(hint) if isinstance(about, ArgumentInfo)]
+            yield from ((words, about.help) for about in found)
+    for group in typer.registered_groups:
+        yield from arguments(group.typer_instance, *above, group.name)
+
+
+@pytest.mark.parametrize(("words", "help_"), list(arguments(app)), ids=str)
+def test_the_help_of_a_positional_argument_is_shown(words, help_):
+    """Wherever its lines break."""
+    shown = "".join(call(*words, "--help")[1].split())
+    assert help_ and "".join(help_.split()) in shown
+
+
+def test_a_command_that_is_nearly_right_is_suggested_once():
+    code, _, err = call("runn")
+    assert code == 2 and err.count("Did you mean") == 1
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = "import sys, fedhassle.cli.main; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=LIMIT, check=False)
+    assert done.returncode == 0

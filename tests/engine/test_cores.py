@@ -1,0 +1,115 @@
+"""Clients side by side: faster, and the same bits."""
+
+import threading
+
+import pytest
+import small
+import torch
+
+from fedhassle.engine.cores import on_cores, side_by_side
+from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.simulator import Simulator
+from fedhassle.methods import METHODS
+from fedhassle.nets import LeNet, ResNet8
+from fedhassle.runs.launch import carry_out, start
+from fedhassle.settings.request import request
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_results_come_in_the_order_of_the_items(workers):
+    """Later items end first: each waits until the one after it is done, as far as there are workers."""
+    done = [threading.Event() for _ in range(7)]
+
+    def work(i):
+        if workers > 1 and i % 2 == 0 and i + 1 < len(done):
+            assert done[i + 1].wait(20)
+        done[i].set()
+        return i * i
+
+    assert side_by_side(work, range(7), workers) == [0, 1, 4, 9, 16, 25, 36]
+
+
+def test_each_piece_of_work_has_one_thread_of_torch():
+    assert side_by_side(lambda _: torch.get_num_threads(), range(4), 2) == [1] * 4
+
+
+def test_cores_are_given_back():
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), on_cores(before + 1):
+        assert torch.get_num_threads() == before + 1
+        _ = 1 / 0
+    assert torch.get_num_threads() == before
+
+
+def test_a_run_leaves_the_callers_threads_as_they_were(words, tmp_path):
+    with on_cores(3):
+        steps = carry_out(start(request(None, [*words, "rounds=2"]), tmp_path / "run"))
+        seen = [torch.get_num_threads() for _ in steps]
+        assert torch.get_num_threads() == 3
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_one_raises_is_raised_and_the_rest_is_not_begun(workers):
+    begun = []
+
+    def work(i):
+        begun.append(i)
+        if i == 0:
+            raise ZeroDivisionError("the first")
+        threading.Event().wait(0.05)
+
+    with pytest.raises(ZeroDivisionError, match="the first"):
+        side_by_side(work, range(500), workers)
+    assert len(begun) < 500
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_number_of_workers_changes_no_bit(name):
+    data = small.dataset(flip=True, crop=2)
+    short = {"residual_steps": 2} if name == "hassle" else {}
+    method = METHODS[name](net=small.net(), batch=8, epochs=2, **short)
+    results = []
+    for workers in (1, 2, 4):
+        simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
+        rounds = list(federate(method, simulator, Plan(3, 5, 0), method.initial(0)))
+        images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
+        results.append((rounds, accuracy(method, rounds[-1].state, images, y, simulator.views, workers)))
+    (first, score), *others = results
+    for rounds, found in others:
+        assert found == score
+        for mine, theirs in zip(first, rounds, strict=True):
+            assert small.same(mine.state, theirs.state)
+            assert [r.update.client for r in mine.replies] == [r.update.client for r in theirs.replies]
+
+
+def test_a_network_that_draws_is_found_out():
+    drawing = {build: small.net(build).draws for build in (LeNet, ResNet8, small.ConvNet, small.NoisyNet)}
+    assert drawing == {LeNet: False, ResNet8: False, small.ConvNet: False, small.NoisyNet: True}
+
+
+def test_a_network_that_draws_gives_the_same_with_many_workers(global_randomness):
+    data = small.dataset()
+    method = METHODS["fedavg"](net=small.net(small.NoisyNet), batch=8, epochs=2)
+    states = []
+    for workers in (1, 4):
+        simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
+        *_, last = federate(method, simulator, Plan(2, 6, 0), method.initial(0))
+        states.append(last.state)
+    assert small.same(*states)
+
+
+def test_one_network_serves_many_threads_at_once():
+    """Each thread has weights of its own, in both modes: none sees those of another."""
+    net = small.net(small.ConvNet)
+    x = torch.rand(64, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    vectors = [net.initial(seed) for seed in range(5)]
+
+    def logits(seed):
+        weights, statistics = net.parts(vectors[seed % 5])
+        return net(weights, statistics.clone(), x, training=seed % 2 == 0)
+
+    expected = [logits(seed) for seed in range(60)]
+    found = side_by_side(logits, range(60), 8)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,0 +1,279 @@
+"""The same on a GPU: run these where there is one (`pytest -m gpu`)."""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import small
+import torch
+
+import fedhassle
+from fedhassle.data.split.split import Split
+from fedhassle.engine.client import Samples, Site, train, visit
+from fedhassle.engine.device import Engine
+from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.simulator import Simulator, dataset_views
+from fedhassle.methods import METHODS, FedAvg
+from fedhassle.nets import LeNet, ResNet8
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PAIRS = [(name, small.ConvNet) for name in METHODS]  # the smallest network with every kind of tensor
+PAIRS += [(name, build) for name in ("fedavg", "hassle", "fedmatch") for build in (LeNet, ResNet8)]
+EACH = pytest.mark.parametrize(("name", "build"), PAIRS)
+DATA = small.dataset(channels=3, flip=True, crop=2)
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # of a step on two devices
+SAME = 1e-5  # of a step made in two ways on one device
+# Every sample counts, so that none is at a threshold, and terms are seen beside the rounding of a device.
+STRONG = {
+    "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts where there is no distance
+    "mixmatch": {"weight": 75.0},
+    "fixmatch": {"confidence": 0.1},
+    "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0},
+    "rscfed": {"consistency_weight": 10.0},
+    "hassle": {"gamma": 0.1},
+    "fixmatch-global": {"confidence": 0.1},
+    "sage": {"confidence": 0.1},
+}
+# The weight of each term, and the kinds of clients that have it. That it is seen: `test_every_method`.
+TERMS = [
+    ("fedprox", "mu", ("full", "partial")),
+    ("mixmatch", "weight", ("partial",)),
+    ("fixmatch", "weight", ("partial",)),
+    ("fedmatch", "consistency_weight", ("partial", "unlabelled")),
+    ("rscfed", "consistency_weight", ("partial", "unlabelled")),
+    ("hassle", "gamma", ("full", "partial", "unlabelled")),
+    ("hassle", "lam", ("full", "partial", "unlabelled")),
+    ("fixmatch-global", "weight", ("partial", "unlabelled")),
+    ("sage", "weight", ("partial", "unlabelled")),
+]
+
+
+def on(device: torch.device, labelled=range(20), unlabelled=range(40, 61), name="ann") -> Site:
+    """A client whose data lie on a device."""
+    here = small.site(DATA, labelled=labelled, unlabelled=unlabelled, name=name)
+    samples = Samples(*(value.to(device) for value in here.samples))
+    return Site(here.client, samples, dataset_views(DATA, device))
+
+
+def of_each_kind(device: torch.device) -> list[Site]:
+    """A partial, a full and an unlabelled client of a batch each."""
+    return [on(device), on(device, range(30), (), "ben"), on(device, (), range(60, 90), "eve")]
+
+
+def made(name, build, steps=1, lr=0.01):
+    """A method that makes so many steps; seven classes give a bias of odd length before BatchNorm's gains.
+
+    FedMatch multiplies its loss by ten: at a tenth of the rate its steps and their rounding are as large.
+    """
+    lr /= 10 if name == "fedmatch" else 1
+    short = {"hassle": {"residual_steps": steps}, "central": {"steps": steps}}
+    chosen = {"epochs": steps, **small.TELLING.get(name, {}), **STRONG.get(name, {}), **short.get(name, {})}
+    net = small.net(build, channels=3, classes=7)
+    return METHODS[name](net=net, batch=32, lr=lr, **chosen)
+
+
+def begun(method):
+    return {k: v.to(CUDA) for k, v in method.initial(0).items()}
+
+
+@cache
+def after_a_round(method):
+    """The state after a round of each kind of client on the CPU, and what each keeps."""
+    state = method.initial(0)
+    sites = [site for site in of_each_kind(CPU) if method.phases(site.client, 1)]
+    with Engine(CPU).active():
+        done = [train(method, one, method.message(state, one.client, 1), None, 1, 0) for one in sites]
+    merged = method.merge(state, [update for update, _ in done], 1, np.random.default_rng(0))
+    return merged, {update.client.name: kept for update, kept in done}
+
+
+def second_round(method, device):
+    """What clients on a device train with in round 2: FedMatch has helpers by then, HASSLE older duals."""
+    state, memory = after_a_round(method)
+    there = {k: v.to(device) for k, v in state.items()}
+    for site in of_each_kind(device):
+        if method.phases(site.client, 2):
+            kept = {k: v.to(device) for k, v in memory[site.client.name].items()}
+            yield method, site, method.message(there, site.client, 2), kept, 2, 0
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@EACH
+def test_a_step_on_the_gpu_is_that_of_the_cpu(name, build):
+    """One epoch of one batch, so that rounding has no time to grow; TF32 off, which rounds to 10 bits."""
+    method, results = made(name, build), []
+    for device in (CPU, CUDA):
+        with Engine(device).active():
+            updates = [train(*one)[0] for one in second_round(method, device)]
+        assert all(v.device.type == device.type for update in updates for v in update.arrays.values())
+        results.append([{k: v.cpu() for k, v in update.arrays.items()} for update in updates])
+    for expected, found in zip(*results, strict=True):
+        assert found.keys() == expected.keys()
+        for trained in expected:
+            torch.testing.assert_close(found[trained], expected[trained], **CLOSE)
+
+
+@EACH
+def test_a_captured_step_is_the_eager_one(name, build):
+    """In fp32: weights, statistics and loss of one step to 1e-5."""
+    check_one_step(name, build, Engine(CUDA, "fp32", lanes=2))
+
+
+@pytest.mark.parametrize(("name", "build"), [("fedprox", LeNet), ("hassle", small.ConvNet)])
+def test_a_compiled_step_is_the_eager_one(name, build, caplog):
+    check_one_step(name, build, Engine(CUDA, "fp32", lanes=2, compile=True))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def check_one_step(name, build, engine):
+    """Clients of each kind side by side."""
+    asked = list(second_round(made(name, build), CUDA))
+    with engine.active():
+        eagerly = [train(*one)[0] for one in asked]
+        on_lanes = [update for update, _ in Lanes(engine).train([visit(*one) for one in asked])]
+    for (_, site, message, *_), eager, captured in zip(asked, eagerly, on_lanes, strict=True):
+        assert site.client == eager.client == captured.client
+        for trained, expected in eager.arrays.items():
+            assert relative(captured.arrays[trained], expected) < SAME
+            assert relative(captured.losses[trained], eager.losses[trained]) < SAME
+            assert not torch.equal(captured.arrays[trained], message[trained])  # it did train
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_many_jobs_on_few_lanes_leave_nothing_behind(lanes):
+    """Three rounds of clients of three kinds on the same lanes, against each client alone and eagerly."""
+    method = made("hassle", small.ConvNet, steps=13, lr=0.001)
+    engine = Engine(CUDA, "fp32", lanes=lanes)
+    sites = [on(CUDA), on(CUDA, range(30), (), "ben"), on(CUDA, (), range(50, 90), "eve")]
+    pool = Lanes(engine)
+    with engine.active():
+        for t in (1, 2, 3):
+            messages = [method.message(begun(method), site.client, t) for site in sites]
+            visits = [visit(method, s, m, None, t, 0) for s, m in zip(sites, messages, strict=True)]
+            for site, message, (found, _) in zip(sites, messages, pool.train(visits), strict=True):
+                expected, _ = train(method, site, message, None, t, 0)
+                assert list(found.arrays) == list(expected.arrays)
+                for name, array in expected.arrays.items():
+                    assert relative(found.arrays[name], array) < 1e-3
+
+
+@dataclass(frozen=True)
+class Peeking(FedAvg):
+    """FedAvg whose loss looks at a number on the host, which no graph can hold."""
+
+    def loss(self, local, received, batch):
+        loss = super().loss(local, received, batch)
+        return loss * (2.0 if loss.item() > 1e9 else 1.0)
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
+    engine, site = Engine(CUDA, "fp32", lanes=2), on(CUDA)
+    net = small.net(small.ConvNet, channels=3)
+    results = []
+    with engine.active():
+        for kind in (FedAvg, Peeking):
+            method, pool = kind(net=net, batch=8, epochs=7, lr=0.01), Lanes(engine)
+            message = method.message(begun(method), site.client, 1)
+            for t in (1, 2):
+                ((update, _),) = pool.train([visit(method, site, message, None, t, 0)])
+            results.append(update.arrays["w"])
+    assert relative(results[1], results[0]) < 1e-4
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "cannot be captured" in warnings[0]
+
+
+def test_running_out_of_memory_costs_lanes_and_no_round(caplog):
+    """All but a little of the memory is taken once the first lanes are open."""
+    engine, method = Engine(CUDA, "fp32", lanes=4), made("hassle", ResNet8, steps=3)
+    site = on(CUDA)
+    message = method.message(begun(method), site.client, 1)
+    visits = [visit(method, site, message, None, 1, 0)]
+    with engine.active():
+        expected, _ = train(method, site, message, None, 1, 0)
+        pool = Lanes(engine)
+        pool.most = 4
+        held, asked = [], pool._side_by_side
+
+        def squeezed(work):
+            if not held:
+                held.append(torch.empty(0))
+                raise torch.OutOfMemoryError("no more")
+            return asked(work)
+
+        pool._side_by_side = squeezed
+        ((found, _),) = pool.train(visits)
+    assert len(pool.lanes) == 2 and "out of memory" in caplog.text
+    assert relative(found.arrays["w_S"], expected.arrays["w_S"]) < 1e-3
+
+
+QUICK = {"rounds": 4, "device": "cuda", "method.epochs": 2, "method.residual_steps": 12}
+
+
+@pytest.mark.parametrize("net", ["lenet", "resnet8"])
+def test_deterministic_runs_have_the_same_bits(tmp_path, net):
+    settings = QUICK | {"deterministic": True, "net": net, "method.epochs": 1}
+    first, second = (fedhassle.run("paper", settings, out=tmp_path / name, quiet=True) for name in ("a", "b"))
+    assert small.same(arrays(first), arrays(second))
+
+
+def test_runs_side_by_side_are_those_that_run_alone(tmp_path):
+    settings = QUICK | {"deterministic": True}
+    vary = {"method": ["hassle", "fedavg"], "seed": [0, 1]}
+    wanted = {k: v for k, v in settings.items() if k != "method.residual_steps"}
+    together = fedhassle.run_several("paper", wanted, vary=vary, out=tmp_path / "together", quiet=True)
+    assert len(together) == 4
+    for result, method, seed in zip(together, ["hassle"] * 2 + ["fedavg"] * 2, [0, 1] * 2, strict=True):
+        alone = fedhassle.run(
+            "paper", wanted | {"method": method, "seed": seed}, out=tmp_path / f"{method}{seed}", quiet=True
+        )
+        assert small.same(arrays(result), arrays(alone))
+
+
+def test_more_runs_than_there_are_streams_do_not_disturb_each_other(tmp_path, caplog):
+    """Ten runs of up to eight lanes: PyTorch would hand the same stream to several of them."""
+    settings = {k: v for k, v in QUICK.items() if k != "method.residual_steps"} | {"method": "fedprox"}
+    done = fedhassle.run_several("paper", settings, vary={"seed": list(range(10))}, out=tmp_path, quiet=True)
+    assert len(done) == 10 and "cannot be captured" not in caplog.text
+
+
+def arrays(result):
+    from fedhassle.engine.tensor_files import read_arrays
+
+    return read_arrays(result.folder / "model.safetensors")[0]
+
+
+def test_a_run_in_bfloat16_learns_and_ends_in_a_model(tmp_path):
+    result = fedhassle.run("paper", QUICK | {"rounds": 6}, out=tmp_path / "run", quiet=True)
+    assert result.summary["hardware"]["device"] == "cuda"
+    assert result.summary["settings"]["precision"] == "bf16"
+    assert set(result.accuracy) == {"SM", "UM", "EM", "w_S", "w_U"}
+    assert result.accuracy["EM"]["best"] > 0.3
+
+
+def test_the_gpus_memory_does_not_grow_with_the_number_of_clients():
+    """100 of 200 and of 10,000 clients a round."""
+    taken = {}
+    for total in (200, 10_000):
+        rows = [np.arange(i % 100, i % 100 + 8) for i in range(total)]
+        split = Split(tuple(rows), (np.arange(0),) * total)
+        method = FedAvg(net=small.net(small.ConvNet, channels=3), batch=8, epochs=1)
+        engine = Engine(CUDA, "fp32")
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with engine.active():
+            for _ in federate(method, Simulator(DATA, split, 0, engine), Plan(3, 100, 0), begun(method)):
+                pass
+        taken[total] = torch.cuda.max_memory_allocated() - before
+    assert taken[10_000] < 1.2 * taken[200]

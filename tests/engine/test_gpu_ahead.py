@@ -1,0 +1,228 @@
+"""Frozen models that are asked ahead: what a loss asks of them, and that the answers are what it needs."""
+
+from dataclasses import dataclass
+
+import pytest
+import small
+import torch
+
+from fedhassle.engine.client import draw, local_models, look, prepare, visit
+from fedhassle.engine.gpu.ahead import Question, answer, informed, questions
+from fedhassle.losses import cross_entropy
+from fedhassle.method import Descent, Phase, Stream, as_models
+from fedhassle.methods import FedAvg, FedProx, Hassle
+
+STEPS = 5
+
+
+class Scene:
+    """A job with its buffers, and what its first steps are shown."""
+
+    def __init__(self, method, phase="labelled", state=None):
+        site = small.site(small.dataset(flip=True, crop=2), labelled=range(40), unlabelled=range(40, 80))
+        state = method.initial(0) if state is None else state
+        planned = visit(method, site, method.message(state, site.client, 1), None, 1, 0)
+        (self.job,) = (job for job in planned.jobs if job.phase.name == phase)
+        self.buffers = prepare(self.job, self.job.message | planned.kept, planned.kept)
+        self.received = as_models(self.buffers.received, self.job.networks)
+        course = draw(self.job).between(0, STEPS)
+        self.batches = look(self.job, self.buffers, self.received, course)
+        self.draws = course.draws
+
+    def at(self, i):
+        """The batches and draws of a step."""
+        return [batch.at(i) for batch in self.batches], [draw[i] for draw in self.draws]
+
+    def asked(self):
+        return set(questions(self.job, self.buffers, self.received, *self.at(0)))
+
+    def loss(self, received, batches, draws):
+        """The loss of the only descent, on statistics of its own."""
+        (descent,) = self.job.phase.descents
+        kept = {k: v.clone() for k, v in self.buffers.statistics.items()}
+        local = local_models(self.job, self.buffers._replace(statistics=kept))
+        return descent.loss(local, received, *batches, *draws)
+
+
+def hassle(**settings):
+    return Hassle(small.net(), batch=8, epochs=1, residual_steps=STEPS, **settings)
+
+
+# What is asked
+
+
+@pytest.mark.parametrize("side", ["labelled", "unlabelled"])
+@pytest.mark.parametrize("pseudo_labels", ["round", "online"])
+def test_the_loss_of_a_residual_asks_both_duals(side, pseudo_labels):
+    """Eqs. 6 and 8: f(x; w_S) and f(x; w_U) of the only view of the only stream."""
+    scene = Scene(hassle(pseudo_labels=pseudo_labels), f"{side} residual")
+    assert scene.asked() == {Question("w_S", 0, 0), Question("w_U", 0, 0)}
+
+
+def later(method):
+    """A state in which both residuals have been trained."""
+    before = {"w_S_before": method.net.initial(5), "w_U_before": method.net.initial(6)}
+    return method.initial(0) | before
+
+
+@pytest.mark.parametrize(
+    ("side", "names"),
+    [("labelled", ("w_S", "w_U_before", "r_SU")), ("unlabelled", ("w_U", "w_S_before", "r_US"))],
+)
+def test_the_scripts_target_asks_the_other_residual_and_the_dual_that_it_belongs_to(side, names):
+    """In place of the other dual; as long as there is no such dual, the other dual alone."""
+    method = hassle(residual_target="with_residual")
+    scene = Scene(method, f"{side} residual", later(method))
+    assert scene.asked() == {Question(name, 0, 0) for name in names}
+    first = Scene(method, f"{side} residual")
+    assert first.asked() == {Question("w_S", 0, 0), Question("w_U", 0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("method", "phase"),
+    [
+        (FedAvg(small.net(), batch=8, epochs=1), "labelled"),
+        (FedProx(small.net(), batch=8, epochs=1, mu=0.1), "labelled"),
+        (hassle(), "labelled"),
+        (hassle(), "unlabelled"),
+        (small.Tutored(small.net(), epochs=1), "both"),  # its teacher is kept, and changes with every step
+    ],
+    ids=["fedavg", "fedprox", "supervised dual", "unsupervised dual", "teacher"],
+)
+def test_a_loss_that_calls_no_received_model_asks_nothing(method, phase):
+    assert Scene(method, phase).asked() == set()
+
+
+@dataclass(frozen=True)
+class Curious(FedAvg):
+    """Two streams with three views, and losses that ask what they were sent in many ways."""
+
+    def networks(self):
+        return {"w": self.net, "v": self.net}
+
+    def initial(self, seed):
+        return {"w": self.net.initial(seed), "v": self.net.initial(seed, 1), "number": torch.ones(3)}
+
+    def phases(self, client, t):
+        streams = (Stream("labelled", 8), Stream("unlabelled", 6, views=("weak", "clean")))
+        descents = (Descent("w", self.loss, self.sgd()), Descent("v", self.second, self.sgd()))
+        return (Phase("labelled", streams, descents, self.epochs),)
+
+    def loss(self, local, received, labelled, unlabelled):
+        x, (_, clean) = labelled.views[0], unlabelled.views
+        target = received["v"](clean)  # asked
+        near = received["w"](x + 0.1)  # not a view
+        part = received["w"](x[:4])  # nor is a part of one
+        fit = cross_entropy(local["w"](x), labelled.y) + (local["w"](clean) - target).square().mean()
+        return fit + near.square().mean() + part.square().mean() + received["number"].sum()
+
+    def second(self, local, received, labelled, unlabelled):
+        weak, clean = unlabelled.views
+        moved = received["v"].at(local["v"].weights)(weak)  # other weights
+        return (moved - received["v"](clean)).square().mean() + received["w"](labelled.views[0]).mean()
+
+
+def test_every_descent_is_heard_and_only_what_it_asks_of_views():
+    assert Scene(Curious(small.net(), epochs=1)).asked() == {Question("v", 1, 1), Question("w", 0, 0)}
+
+
+def test_listening_changes_nothing():
+    """Networks with BatchNorm: their statistics, and everything else in the buffers, stay to the bit."""
+    for method in (Curious(small.net(), epochs=1), small.Tutored(small.net(), epochs=1)):
+        scene = Scene(method, method.phases(None, 1)[0].name)
+        buffers = scene.buffers
+        kinds = ("weights", "statistics", "momentum", "losses", "received")
+        before = [{k: v.clone() for k, v in getattr(buffers, kind).items()} for kind in kinds]
+        state, labelling = torch.get_rng_state(), buffers.labelling.clone()
+        scene.asked()
+        assert all(small.same(getattr(buffers, kind), old) for kind, old in zip(kinds, before, strict=True))
+        assert torch.equal(buffers.labelling, labelling) and torch.equal(torch.get_rng_state(), state)
+        assert any(v.numel() for v in buffers.statistics.values())
+
+
+# What is answered
+
+
+@pytest.mark.parametrize("target", ["difference", "with_residual"])
+@pytest.mark.parametrize("side", ["labelled", "unlabelled"])
+def test_a_loss_is_the_same_with_answers(side, target):
+    """And so is its gradient; the answers come from one pass over all steps."""
+    method = hassle(residual_target=target)
+    scene = Scene(method, f"{side} residual", later(method))
+    answers = answer(tuple(scene.asked()), scene.received, scene.batches)
+    assert {z.shape for z in answers.values()} == {(STEPS, 8, small.CLASSES)}
+    assert not any(z.requires_grad for z in answers.values())
+    (name,) = scene.job.phase.trained
+    scene.buffers.weights[name].requires_grad_()
+    for i in range(STEPS):
+        batches, draws = scene.at(i)
+        knowing = informed(scene.received, {q: z[i] for q, z in answers.items()}, batches)
+        found, expected = scene.loss(knowing, batches, draws), scene.loss(scene.received, batches, draws)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        gradients = [torch.autograd.grad(loss, scene.buffers.weights[name])[0] for loss in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+        assert gradients[0].abs().max() > 1e-3
+
+
+def marked(scene, value=100.0):
+    """Received models of the first step that know wrong answers, so that a look-up shows."""
+    batches, _ = scene.at(0)
+    shapes = {question: len(batches[question.stream].y) for question in scene.asked()}
+    wrong = {question: torch.full((n, small.CLASSES), value) for question, n in shapes.items()}
+    return batches, informed(scene.received, wrong, batches)
+
+
+def test_an_answer_is_looked_up_for_its_view_alone():
+    scene = Scene(hassle(), "labelled residual")
+    batches, knowing = marked(scene)
+    x = batches[0].views[0]
+    for name in ("w_S", "w_U"):
+        expected = scene.job.networks[name].logits(scene.job.message[name], x)
+        assert (knowing[name](x) == 100).all()
+        for same_pixels in (x.clone(), x[:], x + 0):
+            assert torch.equal(knowing[name](same_pixels), expected)
+        assert torch.equal(knowing[name](x[:3]), scene.received[name](x[:3]))
+    assert knowing["r_US"] == scene.received["r_US"]  # not asked: as it came
+
+
+def test_an_informed_model_with_other_weights_is_computed():
+    scene = Scene(hassle(), "labelled residual")
+    batches, knowing = marked(scene)
+    x, model, net = batches[0].views[0], knowing["w_S"], scene.job.networks["w_S"]
+    weights, statistics = net.parts(scene.job.message["w_S"])
+    assert torch.equal(model.at(0.5 * weights)(x), net(0.5 * weights, statistics, x))
+    assert torch.equal(model.at(weights.clone())(x), net(weights, statistics, x))
+    other = scene.received["w_U"]
+    mixed = model.lerp(other, torch.tensor(0.25))
+    expected = net(weights.lerp(other.weights, 0.25), statistics.lerp(other.statistics, 0.25), x)
+    torch.testing.assert_close(mixed(x), expected)
+
+
+def test_an_informed_model_with_other_statistics_is_computed():
+    scene = Scene(hassle(), "labelled residual")
+    batches, knowing = marked(scene)
+    x, net = batches[0].views[0], scene.job.networks["w_S"]
+    weights, statistics = net.parts(scene.job.message["w_S"])
+    model = knowing["w_S"]._replace(statistics=statistics + 1)
+    assert torch.equal(model(x), net(weights, statistics + 1, x))
+
+
+def test_a_loss_may_write_into_the_logits_that_it_gets():
+    """As it may into those that are computed for it: whoever asks again gets them as they were."""
+    scene = Scene(hassle(), "labelled residual")
+    batches, knowing = marked(scene)
+    x = batches[0].views[0]
+    knowing["w_S"](x).mul_(2)
+    assert (knowing["w_S"](x) == 100).all()
+
+
+def test_an_informed_model_in_training_mode_is_computed():
+    """It normalises by the batch, and moves its statistics."""
+    scene = Scene(hassle(), "labelled residual")
+    batches, knowing = marked(scene)
+    x, net = batches[0].views[0], scene.job.networks["w_S"]
+    weights, statistics = (part.clone() for part in net.parts(scene.job.message["w_S"]))
+    own = statistics.clone()
+    found = knowing["w_S"]._replace(statistics=own, training=True)(x)
+    assert torch.equal(found, net(weights, statistics, x, training=True))
+    assert torch.equal(own, statistics)

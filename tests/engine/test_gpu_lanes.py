@@ -1,0 +1,610 @@
+"""Lanes: whatever they do side by side, each client ends in the bits of training it alone, step by step."""
+
+import gc
+import itertools
+import logging
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import small
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhassle.engine.client import Job, Visit, train, visit
+from fedhassle.engine.device import Engine
+from fedhassle.engine.gpu import lanes as module
+from fedhassle.engine.gpu.chains import chains, connected, joined
+from fedhassle.engine.gpu.lanes import Lane, Lanes
+from fedhassle.engine.gpu.sharing import EACH, FIRST, USUAL, Quiet, Streams
+from fedhassle.engine.rounds import Plan, federate
+from fedhassle.errors import UserError
+from fedhassle.losses import cross_entropy, hard_labels
+from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update
+from fedhassle.methods import METHODS, FedAvg
+from fedhassle.nets import LeNet, ResNet8
+
+METHODS_AND_SETTINGS = pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("fedavg", {"clip": 0.0}),
+        ("fedprox", {"mu": 0.1}),
+        ("hassle", {}),
+        ("hassle", {"pseudo_labels": "online", "confidence": 0.3, "residual_target": "with_residual"}),
+        ("hassle", {"proximity": "norm", "confidence": 0.3, "momentum": 0.0}),
+    ],
+    ids=["fedavg", "fedprox", "hassle", "hassle online", "hassle norm"],
+)
+COUNTS = (1, 2, 3, 8)
+LINEAR = small.net(small.Linear)
+START = {"w": LINEAR.initial(0)}
+
+
+def pool(lanes=3, **settings):
+    return Lanes(Engine(small.CPU, lanes=lanes, **settings))
+
+
+def clients(channels=1, side=small.SIDE):
+    """Clients of every kind and of many sizes.
+
+    In two epochs of batches of 8 they make 12 labelled steps; 4 labelled and 10 unlabelled ones; 22
+    unlabelled ones; 2 and 2; 2 and 4. A stretch is ten: there are fewer, as many, and more.
+    """
+    data = small.dataset(channels, side, flip=True, crop=2)
+    return small.beside(
+        small.site(data, range(47), (), "full"),
+        small.site(data, range(47, 59), range(40, 75), "partial"),
+        small.site(data, (), range(36, 120), "unlabelled"),
+        small.site(data, range(3), range(61, 65), "little"),
+        small.site(data, range(60, 66), range(20, 29), "unknown truth", truth=False),
+    )
+
+
+def short(name):
+    """Settings of a round in a fraction of a second; 13 steps are a stretch and three more."""
+    return {"batch": 8, "epochs": 2, **({"residual_steps": 13} if name == "hassle" else {})}
+
+
+def assert_same(found, expected):
+    """The same update and memory bit for bit, names in the same order."""
+    (update, kept), (other, memory) = found, expected
+    assert update.client == other.client and update.samples == other.samples
+    for mine, its in ((update.arrays, other.arrays), (update.losses, other.losses), (kept, memory)):
+        assert list(mine) == list(its) and small.same(mine, its)
+    assert (update.labelling is None) == (other.labelling is None)
+    assert update.labelling is None or torch.equal(update.labelling, other.labelling)
+
+
+def assert_lanes_train_as_eagerly(made, method, sites, rounds=2):
+    """Round after round on the same lanes; what clients are sent and keep is left alone."""
+    state, memory = method.initial(0), {}
+    for t in range(1, rounds + 1):
+        asked = [
+            (method, site, method.message(state, site.client, t), memory.get(site.client.name), t, 0)
+            for site in sites
+            if method.phases(site.client, t)
+        ]
+        expected = [train(*one) for one in asked]
+        given = [{k: v.clone() for k, v in (one[2] | (one[3] or {})).items()} for one in asked]
+        found = made.train([visit(*one) for one in asked])
+        assert [update.client.name for update, _ in found] == [one[1].client.name for one in asked]
+        for one, mine, its, before in zip(asked, found, expected, given, strict=True):
+            assert_same(mine, its)
+            assert small.same(one[2] | (one[3] or {}), before)
+        memory = {update.client.name: kept for update, kept in found if kept}
+        state = method.merge(state, [update for update, _ in found], t, np.random.default_rng(t))
+        assert all(torch.isfinite(v).all() for v in state.values())
+    return state
+
+
+# Each client as if alone
+
+
+@pytest.mark.parametrize(
+    ("build", "side", "width"),
+    [(LeNet, 12, 0.5), (small.ConvNet, 12, 1.0), (ResNet8, 6, 0.125)],
+    ids=["lenet", "own", "resnet8"],
+)
+@METHODS_AND_SETTINGS
+def test_a_client_on_a_lane_ends_in_the_same_bits(name, chosen, build, side, width):
+    net = small.net(build, 3, side, width=width)
+    method = METHODS[name](net=net, **short(name), **chosen)
+    assert_lanes_train_as_eagerly(pool(), method, clients(3, side)[:3])
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("name", "independent"), [("fedavg", 4), ("fedprox", 4), ("hassle", 2 + 4 + 4 + 2 + 4)]
+)
+def test_any_number_of_lanes_gives_the_same_bits(name, independent, count, global_randomness):
+    """As many lanes as are asked for, unless there is less to do; others: `test_every_method`."""
+    method, made = METHODS[name](net=small.net(), **short(name)), pool(count)
+    state = assert_lanes_train_as_eagerly(made, method, clients())
+    assert len(made.lanes) == min(count, independent)
+    assert not small.same(state, method.initial(0))
+
+
+def test_the_same_lanes_serve_rounds_of_other_clients_and_other_methods():
+    """One client alone, then all, then two: nothing is left over from what a lane did before."""
+    made, sites = pool(2), clients()
+    methods = [METHODS[name](net=small.net(), **short(name)) for name in ("hassle", "fedavg")]
+    for method, some in itertools.product(methods, (sites[1:2], sites, sites[:2])):
+        assert_lanes_train_as_eagerly(made, method, some)
+    assert made.train([]) == []
+
+
+def test_clients_with_images_and_views_of_their_own():
+    """Other tables of images, and other augmentations of the same ones: no recording mixes them up."""
+    tables = [small.dataset(seed=1), small.dataset(seed=2), small.dataset(flip=True), small.dataset(crop=3)]
+    sites = [small.site(data, range(30), range(40, 80), f"{i}") for i, data in enumerate(tables)]
+    assert_lanes_train_as_eagerly(pool(2), small.hassle(), sites)
+
+
+def test_what_came_back_is_not_written_to_later():
+    """The buffers of a lane are used again: an update must not lie in them."""
+    method, made, sites = small.hassle(), pool(1), clients()
+    planned = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
+    found = made.train(planned)
+    copies = [
+        {k: v.clone() for k, v in (*u.arrays.items(), *u.losses.items(), *kept.items())} for u, kept in found
+    ]
+    made.train([visit(method, site, method.initial(1), None, 2, 0) for site in sites])
+    for (update, kept), copy in zip(found, copies, strict=True):
+        assert small.same(dict((*update.arrays.items(), *update.losses.items(), *kept.items())), copy)
+
+
+# Memory, draws, `then`, several streams, several descents
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("build", [small.ConvNet, small.Linear])
+def test_a_method_with_memory_draws_and_two_streams(build, count):
+    """Three rounds: what a client keeps goes on, on whichever lane it lands."""
+    data = small.dataset(flip=True, crop=2)
+    sizes = [(10, 7), (35, 20), (3, 3), (60, 1)]  # 4, 12, 2 and 20 steps
+    sites = small.beside(*(small.site(data, range(n), range(n, n + m), f"client {n}") for n, m in sizes))
+    method = small.Tutored(small.net(build), epochs=2, lr=0.01)
+    assert_lanes_train_as_eagerly(pool(count), method, sites, rounds=3)
+
+
+@dataclass(frozen=True)
+class Chained(Method):
+    """a and b trained together, then b again on labels of its own, and c apart from both."""
+
+    def networks(self):
+        return {"a": self.net, "b": self.net, "c": self.net}
+
+    def initial(self, seed):
+        return {name: self.net.initial(seed, slot) for slot, name in enumerate("cab")}
+
+    def phases(self, client, t):
+        labelled = Stream("labelled", 8)
+        own = Stream("unlabelled", 6, views=("clean", "weak"), labels=self.label, online=True)
+        both = (Descent("a", self.first, self.sgd()), Descent("b", self.second, self.sgd(decay=0.01)))
+        return (
+            Phase("both", (labelled,), both, self.epochs),
+            Phase("apart", (own, labelled), (Descent("c", self.third, SGD(0.05)),), steps=13, draw=self.mix),
+            Phase("again", (own,), (Descent("b", self.fit, self.sgd()),), self.epochs, then=self.pull),
+        )
+
+    def label(self, received, x):
+        return hard_labels(received["a"](x) + received["b"](x), 0.3)
+
+    def mix(self, rng):
+        return rng.uniform(size=(6, 1))
+
+    def first(self, local, received, batch):
+        return cross_entropy(local["a"](batch.views[0]), batch.y)
+
+    def second(self, local, received, batch):
+        x = batch.views[0]
+        gap = local["b"](x) - local["a"](x) + 0.1 * received["c"](x)
+        return cross_entropy(local["b"](x), batch.y) + gap.square().mean()
+
+    def third(self, local, received, own, labelled, share):
+        target = share * received["a"](own.views[1]) + (1 - share) * received["b"](own.views[0])
+        fit = (local["c"](own.views[1]) - target).square().mean()
+        return fit + cross_entropy(local["c"](labelled.views[0]), labelled.y)
+
+    def fit(self, local, received, batch):
+        return cross_entropy(local["b"](batch.views[1]), batch.y)
+
+    def pull(self, local, received):
+        return {"b": local["b"].lerp(received["a"], torch.tensor(0.01))}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_phases_that_build_on_each_other_stay_in_order(count):
+    data = small.dataset(flip=True, crop=2)
+    sites = small.beside(*(small.site(data, range(n), range(n, 120 - n), f"client {n}") for n in (10, 44, 5)))
+    method, made = Chained(small.net(), epochs=1), pool(count)
+    assert_lanes_train_as_eagerly(made, method, sites)
+    assert len(made.lanes) == min(count, 6)  # two chains a client
+
+
+@dataclass(frozen=True)
+class Smooth(FedAvg):
+    """FedAvg with a penalty on the gradient itself."""
+
+    def loss(self, local, received, batch):
+        loss = super().loss(local, received, batch)
+        (gradient,) = torch.autograd.grad(loss, local["w"].weights, create_graph=True)
+        return loss + 0.1 * gradient.square().sum()
+
+
+def test_a_loss_may_hold_a_gradient():
+    assert_lanes_train_as_eagerly(pool(), Smooth(small.net(), batch=8, epochs=1), clients()[:2])
+
+
+def test_a_federation_on_lanes_is_that_on_cores():
+    """Three rounds of a whole simulation, memory included."""
+    for method in (small.hassle(), small.Tutored(small.net(), epochs=1, lr=0.01)):
+        only = {"client 2", "client 3", "client 4"} if method.headline == "model" else None
+        states = []
+        for on_lanes in (False, True):
+            simulator = small.simulator(small.dataset(flip=True), only=only)
+            simulator.lanes = pool(2) if on_lanes else None
+            rounds = federate(method, simulator, Plan(3, 3, 0), method.initial(0))
+            states.append([done.state for done in rounds])
+        assert all(small.same(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_a_network_that_draws_by_itself_trains_alone(caplog, global_randomness):
+    """Its masks come from a state that all lanes would share; it is said once, however often it happens."""
+    method = FedAvg(small.net(small.NoisyNet), **short("fedavg"))
+    with caplog.at_level(logging.WARNING, "fedhassle"):
+        assert_lanes_train_as_eagerly(pool(), method, clients(), rounds=3)
+    (warning,) = caplog.records
+    assert "draws random numbers by itself" in warning.getMessage()
+
+
+def test_nothing_is_said_where_all_goes_well(caplog):
+    with caplog.at_level(logging.DEBUG, "fedhassle"):
+        assert_lanes_train_as_eagerly(pool(), small.hassle(), clients())
+    assert caplog.records == []
+
+
+# Which jobs build on each other
+
+
+def job(name, *trained):
+    """A job that trains some names, of which nothing else is looked at."""
+    descents = tuple(Descent(k, None, SGD()) for k in trained)
+    return Job(Phase(name, (Stream("labelled"),), descents, 1), None, {}, {}, {}, (name,))
+
+
+def planned(*jobs, kept=None):
+    return Visit(jobs, kept or {}, Update(Client("k", 1, 1), {}, {}, {}))
+
+
+def names(parts):
+    return sorted([job.phase.name for job in part.jobs] for part in parts)
+
+
+def test_independent_phases_are_apart_and_shared_names_together():
+    apart = planned(job("1", "a"), job("2", "b"), job("3", "c"))
+    assert names(connected(apart)) == [["1"], ["2"], ["3"]]
+    shared = planned(job("1", "a"), job("2", "b"), job("3", "a", "c"), job("4", "d"), job("5", "c"))
+    assert names(connected(shared)) == [["1", "3", "5"], ["2"], ["4"]]
+
+
+def test_a_phase_that_trains_two_names_joins_those_before_it_in_their_order():
+    bridged = planned(job("1", "a"), job("2", "b"), job("3", "c"), job("4", "c", "a"), job("5", "b"))
+    assert names(connected(bridged)) == [["1", "3", "4"], ["2", "5"]]
+    whole = planned(job("1", "a"), job("2", "b"), job("3", "b"), job("4", "a", "b"))
+    assert names(connected(whole)) == [["1", "2", "3", "4"]]
+
+
+def test_a_phase_that_comes_twice_keeps_both_its_places():
+    twice = planned(job("1", "a"), job("2", "a"), job("1", "a"))
+    assert twice.jobs[0] == twice.jobs[2]
+    assert names(connected(twice)) == [["1", "2", "1"]]
+
+
+def test_a_client_that_keeps_something_does_all_in_order():
+    before = {"m": torch.ones(1)}
+    (part,) = connected(planned(job("1", "a"), job("2", "b"), job("3", "a"), kept=before))
+    assert names([part]) == [["1", "2", "3"]] and part.kept is before
+    assert connected(planned()) == []
+
+
+def test_labels_counted_before_are_left_to_one_count():
+    """Each part counts from zero, or what was counted before its phases would be counted for each of them."""
+    visit = planned(job("1", "a"), job("2", "b"))
+    assert [part.update.labelling for part in connected(visit)] == [None, None]
+    counted = visit._replace(update=visit.update._replace(labelling=torch.tensor([3.0, 5.0])))
+    assert [part.update.labelling.tolist() for part in connected(counted)] == [[0, 0], [0, 0]]
+
+
+def test_chains_know_their_client():
+    visits = [planned(job("1", "a"), job("2", "b")), planned(), planned(job("3", "a"), job("4", "a"))]
+    found = [(chain.client, *names([chain.visit])) for chain in chains(visits)]
+    assert sorted(found) == [(0, ["1"]), (0, ["2"]), (2, ["3", "4"])]
+
+
+@given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1, max_size=3), max_size=7), st.booleans())
+def test_chains_are_disjoint_complete_and_as_small_as_can_be(trained, keeps):
+    """The components of the graph whose edges join phases with a common name, found by flooding it."""
+    visit = planned(*(job(str(i), *names) for i, names in enumerate(trained)), kept={"m": 1} if keeps else {})
+    component = list(range(len(trained)))
+    for _ in trained:
+        for i, j in itertools.combinations(range(len(trained)), 2):
+            if keeps or trained[i] & trained[j]:
+                component[i] = component[j] = min(component[i], component[j])
+    expected = [[str(i) for i, c in enumerate(component) if c == k] for k in sorted(set(component))]
+    assert names(connected(visit)) == sorted(expected)
+
+
+# Who does what
+
+
+def beginnings(monkeypatch):
+    """Which lane begins which client's job, in order, from now on."""
+    plain, begun = Lane.perform, []
+
+    def perform(self, job, *args):
+        begun.append((self, job.site.client.name))
+        return (yield from plain(self, job, *args))
+
+    monkeypatch.setattr(Lane, "perform", perform)
+    return begun
+
+
+def by_size(*sizes):
+    """Clients of FedAvg whose sizes in batches of 4 are their names and their steps."""
+    return small.beside(*(small.site(labelled=range(4 * n), name=str(n)) for n in sizes)) if sizes else []
+
+
+def test_one_lane_takes_the_longest_and_the_next_the_shortest_whichever_is_free(monkeypatch):
+    """30 and 10 open the lanes; a 20 goes behind 10, and ends when 30 does: the other is the first's."""
+    begun, made = beginnings(monkeypatch), pool(2)
+    method = FedAvg(small.net(small.Linear), batch=4, epochs=1)
+    made.train([visit(method, site, method.initial(0), None, 1, 0) for site in by_size(10, 20, 30, 20)])
+    first, second = made.lanes
+    assert begun == [(first, "30"), (second, "10"), (second, "20"), (first, "20")]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 30), unique=True, max_size=8), st.integers(1, 4))
+def test_every_client_is_trained_once_longest_or_shortest_first(sizes, count):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        begun, made = beginnings(monkeypatch), pool(count)
+        method = FedAvg(LINEAR, batch=4, epochs=1)
+        found = made.train([visit(method, site, START, None, 1, 0) for site in by_size(*sizes)])
+    assert sorted(int(name) for _, name in begun) == sorted(sizes)
+    for i, lane in enumerate(made.lanes):
+        order = [int(name) for at, name in begun if at is lane]
+        assert order == sorted(order, reverse=i % 2 == 0)
+    assert [update.client.name for update, _ in found] == [str(n) for n in sizes]
+    assert len({lane for lane, _ in begun}) == min(count, len(sizes))
+
+
+# Streams
+
+
+class Lent:
+    """A stream as far as lending it goes."""
+
+    def __init__(self, device, priority):
+        self.device, self.priority = device, priority
+
+
+def test_a_stream_has_one_holder_at_a_time():
+    streams, device = Streams(Lent), torch.device("cuda", 0)
+    taken = [streams.take(device) for _ in range(2 * EACH)]
+    assert len(set(taken)) == 2 * EACH and streams.take(device) is None
+    assert [stream.priority for stream in taken] == [USUAL] * EACH + [FIRST] * EACH
+    for stream in taken[3], taken[-1]:
+        streams.give_back(stream)
+    assert streams.take(device, FIRST) is taken[-1]
+    assert streams.take(device, FIRST) is taken[3] and streams.take(device, USUAL) is None
+
+
+def test_a_stream_may_come_back_while_another_is_taken():
+    """The collector may free a lane at any time: here while streams are made.
+
+    It runs for one stream of the 32: with a large heap a collection takes a second. The join ends a deadlock.
+    """
+    device, due = torch.device("cuda", 0), []
+
+    def make(device, priority):
+        while due:
+            due.pop()()
+        return Lent(device, priority)
+
+    streams = Streams(make)
+
+    class Holder:
+        """What is freed by the collector alone."""
+
+        def __init__(self):
+            self.itself = self
+
+    held = streams.take(device)
+    lane = Holder()
+    came_back = weakref.finalize(lane, streams.give_back, held)
+    due.append(gc.collect)
+    del lane
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(streams.take(device, FIRST)), daemon=True)
+    thread.start()
+    thread.join(600)
+    assert [stream.priority for stream in taken] == [FIRST]
+    assert not came_back.alive
+    assert held in [streams.take(device) for _ in range(EACH)]
+
+
+def test_another_gpu_has_streams_of_its_own():
+    streams = Streams(Lent)
+    made = [streams.take(torch.device("cuda", i), FIRST) for i in (0, 1)]
+    assert [stream.device.index for stream in made] == [0, 1]
+
+
+# Quiet
+
+
+def test_a_capture_waits_for_noise_and_noise_for_a_capture():
+    quiet, said, noisy, go = Quiet(), [], threading.Event(), threading.Event()
+
+    def noise():
+        with quiet.broken():
+            noisy.set()
+            assert go.wait(20)
+            with quiet.broken():  # within itself it does not wait, though a capture does
+                said.append("noise")
+
+    def capture():
+        with quiet.kept():
+            said.append("capture")
+
+    def more_noise():
+        with quiet.broken():
+            said.append("more noise")
+
+    first = threading.Thread(target=noise)
+    first.start()
+    assert noisy.wait(20)
+    second = threading.Thread(target=capture)
+    second.start()
+    wait_until(lambda: quiet._wanted == 1)
+    third = threading.Thread(target=more_noise)
+    third.start()
+    assert said == []
+    go.set()
+    for thread in (first, second, third):
+        thread.join(20)
+    assert said == ["noise", "capture", "more noise"]  # a capture that waits goes before new noise
+
+
+def test_quiet_is_given_back_after_an_error():
+    quiet = Quiet()
+    for way in (quiet.kept, quiet.broken, quiet.kept):
+        with pytest.raises(ZeroDivisionError), way():
+            raise ZeroDivisionError
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.001)
+
+
+# Parts of an update
+
+
+def part(arrays, losses, labelling=None, kept=None):
+    def tensors(values):
+        return {k: torch.tensor([float(v)]) for k, v in values.items()}
+
+    counted = None if labelling is None else torch.tensor(labelling)
+    update = Update(Client("k", 1, 1), tensors(arrays), {}, tensors(losses), counted)
+    return update, tensors(kept or {})
+
+
+def test_parts_are_joined_in_the_order_of_the_phases():
+    """Names as step-by-step training has them: b, a, c; labels counted before and in both parts add up."""
+    jobs = job("1", "b"), job("2", "a", "b"), job("3", "c")
+    update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0]))
+    parts = [part({"c": 3}, {"c": 0.3}, [1.0, 4.0]), part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0])]
+    found, kept = joined(Visit(jobs, {}, update), parts)
+    assert list(found.arrays) == list(found.losses) == ["b", "a", "c"]
+    assert [v.item() for v in found.arrays.values()] == [2, 1, 3]
+    assert [v.item() for v in found.losses.values()] == pytest.approx([0.2, 0.1, 0.3])
+    assert found.labelling.tolist() == [3, 9] and kept == {}
+    assert found.samples == update.samples and found.client == update.client
+
+
+def test_a_client_of_unknown_truth_counts_no_labels_and_keeps_what_it_ends_with():
+    visit = planned(job("1", "a"), kept={"m": torch.zeros(1)})
+    found, kept = joined(visit, [part({"a": 1}, {"a": 2}, kept={"m": 7})])
+    assert found.labelling is None and kept["m"].tolist() == [7]
+
+
+def test_a_client_that_does_nothing_keeps_what_it_has():
+    before = {"m": torch.ones(1)}
+    found, kept = joined(planned(kept=before), [])
+    assert found.arrays == found.losses == {} and kept is before
+
+
+# Out of memory
+
+
+def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkeypatch):
+    """A first round that asks nobody says nothing of it."""
+    made, seen = pool(2), []
+    monkeypatch.setattr(made, "_taken", lambda: seen.append([len(lane.programs) for lane in made.lanes]) or 0)
+    assert made.train([]) == []
+    (site,) = by_size(8)
+    made.train([visit(FedAvg(LINEAR, batch=4, epochs=1), site, START, None, 1, 0)])
+    assert seen == [[], [1]]
+
+
+def failing(monkeypatch, calls):
+    """Makes some of the jobs, counted from 1, run out of memory after their first stretch."""
+    plain, count = Lane.perform, itertools.count(1)
+
+    def perform(self, *args):
+        steps, fails = plain(self, *args), next(count) in calls
+        next(steps)
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory: so it says")
+        yield
+        return (yield from steps)
+
+    monkeypatch.setattr(Lane, "perform", perform)
+
+
+@pytest.mark.parametrize(
+    ("calls", "left"),
+    [({1}, [8, 4]), ({14}, [8, 4]), ({1, 2}, [8, 4, 2]), ({3, 9, 20}, [8, 4, 2, 1])],
+    ids=["at once", "half way", "twice", "down to one"],
+)
+def test_a_round_out_of_memory_is_made_again_with_half_the_lanes(calls, left, monkeypatch, caplog):
+    """Of 16 independent jobs on 8 lanes; the rounds that follow stay with what is left."""
+    method, made, sites = small.hassle(), pool(8), clients()
+    failing(monkeypatch, calls)
+    with caplog.at_level(logging.WARNING, "fedhassle"):
+        assert_lanes_train_as_eagerly(made, method, sites)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"out of memory: the round is made again with {few} of {many} lanes"
+        for many, few in itertools.pairwise(left)
+    ]
+    assert len(made.lanes) == left[-1]
+
+
+def test_a_job_that_does_not_fit_where_it_is_first_tried_is_the_users_to_change(monkeypatch):
+    """Its walk is drawn, and its buffers are made, while there is one lane."""
+
+    def draw(job):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module, "draw", draw)
+    with pytest.raises(UserError, match="not enough memory to train one client"):
+        assert_lanes_train_as_eagerly(pool(8), small.hassle(), clients(), rounds=1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_one_lane_that_does_not_fit_is_the_users_to_change(count, monkeypatch, caplog):
+    failing(monkeypatch, range(1, 100))
+    method, sites = small.hassle(), clients()
+    planned = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
+    with (
+        caplog.at_level(logging.WARNING, "fedhassle"),
+        pytest.raises(UserError, match=r"not enough memory.*method\.batch.*precision=bf16.*device=cpu"),
+    ):
+        pool(count).train(planned)
+    assert len(caplog.records) == count.bit_length() - 1  # 8, 4, 2, 1
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch):
+    def perform(self, *args):
+        yield
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Lane, "perform", perform)
+    with pytest.raises(RuntimeError, match="something else"):
+        pool(4).train([visit(small.hassle(), clients()[1], small.hassle().initial(0), None, 1, 0)])

@@ -1,0 +1,560 @@
+"""A federation at work, as commands: what they refuse, what they show, and what keeps a node running."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+from PIL import Image
+from small import call
+
+from fedhassle.data.site.folder import read_site
+from fedhassle.errors import UserError
+from fedhassle.federation.agreement import read_agreement
+from fedhassle.federation.flower import processes
+from fedhassle.federation.flower.logs import Tail
+from fedhassle.federation.server import control, host
+from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.setup.admission import AdmittedSite, admit_site, admitted
+from fedhassle.federation.setup.demo import write_places
+from fedhassle.federation.setup.folder import FederationFolder
+from fedhassle.federation.setup.keys import make_site_key, read_public_key
+from fedhassle.federation.site import supervise
+from fedhassle.federation.site.supervise import keep_running, site_name
+from fedhassle.federation.terms import run_settings
+from fedhassle.files import locked, wait_until_free
+from fedhassle.version import FLOWER
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    folder, port = tmp_path / "federation", processes.free_port()
+    words = ("--classes", "cat,dog", "--size", 12, "--channels", 1, "--out", folder, "rounds=2")
+    assert call("federation", "init", "--address", f"127.0.0.1:{port}", *words)[0] == 0
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for k, name in enumerate(("cat/1.png", "dog/2.png", "unlabelled/3.png")):
+        (tmp_path / "images" / name).parent.mkdir(parents=True)
+        Image.fromarray(np.full((12, 12), 50 * k, np.uint8)).save(tmp_path / "images" / name)
+    return tmp_path / "images"
+
+
+def test_the_versions_of_flower_are_those_that_are_installed():
+    needed = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    lowest, above = FLOWER
+    assert needed["project"]["optional-dependencies"]["flower"] == [f"flwr>={lowest},<{above}"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("init", "--address", "a:1", "--like", "fmnist"), ("join", ".", "--name", "x", "--data", ".")),
+        *(("admit", "x", "x.pub"), ("expel", "x"), ("server",), ("node", "--data", "."), ("run",)),
+        *(("status",), ("demo",)),
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_flower_each_command_says_what_to_install(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "fedhassle.federation.setup.preflight", None)
+    code, out, err = call("federation", *words)
+    assert (code, out) == (2, "") and "pip install 'fedhassle[flower]'" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "server", "status"])
+def test_a_folder_without_a_federation_is_refused(command, tmp_path):
+    code, _, err = call("federation", command, tmp_path)
+    assert code == 2 and "holds no federation.toml" in err
+
+
+def test_without_a_server_nothing_runs_and_nothing_is_left(coordinator, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("federation", "run", coordinator)
+    assert code == 2 and "no server answers at 127.0.0.1:" in err and "fedhassle federation server" in err
+    assert not (tmp_path / "runs").exists()
+    code, out, _ = call("federation", "status", coordinator)
+    assert code == 0 and "the server does not run here" in out and "no site is admitted yet" in out
+
+
+def test_run_refuses_a_folder_that_is_taken_and_a_method_that_pools(coordinator, finished, tmp_path):
+    for out, message in (
+        (finished[0], "holds a finished run"),
+        (tmp_path, "is not an empty folder"),
+    ):
+        code, _, err = call("federation", "run", coordinator, "--out", out)
+        assert code == 2 and message in err
+    (tmp_path / "simulated").mkdir()
+    (tmp_path / "simulated" / "config.toml").touch()
+    code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "simulated")
+    assert code == 2 and "no federation's: fedhassle resume" in err
+    code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "none")
+    assert code == 2 and "none does not exist" in err
+    file = coordinator / "federation.toml"
+    text = file.read_text()
+    for old, new, message in (
+        ('name = "hassle"', 'name = "central"', "'central' needs all data in one place"),
+        ('net = "lenet"', 'net = "lenett"', "unknown network 'lenett', did you mean 'lenet'?"),
+    ):
+        file.write_text(text.replace(old, new))
+        code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "x")
+        assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+def test_a_test_set_that_cannot_be_used_is_refused_before_the_run(coordinator, pictures, tmp_path):
+    """With what is wrong: the server is never asked."""
+    (tmp_path / "empty").mkdir()
+    (pictures / "cow").mkdir()
+    (pictures / "cat" / "1.png").rename(pictures / "cow" / "1.png")
+    np.savez(tmp_path / "bare.npz", x=np.zeros((2, 12, 12), np.uint8), y=[-1, -1])
+    for name, message in (("empty", "holds no images"), ("images", "'cow' is none of the classes")):
+        code, _, err = call("federation", "run", coordinator, "--test", tmp_path / name)
+        assert code == 2 and message in err and "no server answers" not in err
+    code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "bare.npz")
+    assert code == 2 and "holds no labelled images" in err
+
+
+def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, pictures, tmp_path):
+    """As far as one comes without a server: what it is told, and the command to go on with."""
+    run = tmp_path / "run"
+    Audit(run / "audit.jsonl").write("created", run="x", test=str(pictures))
+    code, out, err = call("federation", "run", coordinator, "--out", run)
+    assert code == 2 and "no server answers" in err and f"tested on {pictures}, as before" in one_line(out)
+    assert f"go on with: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(
+        err
+    )
+    moved = pictures.rename(tmp_path / "moved")
+    code, out, err = call("federation", "run", coordinator, "--out", run)
+    assert code == 2 and f"{pictures} does not exist" in err and "name another with --test" in one_line(err)
+    code, out, err = call("federation", "run", coordinator, "--out", run, "--test", moved)
+    assert "no server answers" in err and f"--test {moved}" in one_line(err) and "as before" not in out
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        ("pending", "another run is going on with these sites, in /runs/first"),
+        ("running", "another run is going on with these sites, in /runs/first"),
+        ("finished:stopped", "submitted"),
+    ],
+)
+def test_a_second_run_is_refused_while_another_is_going_on(
+    status, message, coordinator, tmp_path, monkeypatch
+):
+    """Sites would be asked by both in turn; one that has ended is in nobody's way."""
+
+    def submit(*words):
+        raise UserError("submitted")
+
+    monkeypatch.setattr(processes, "submit", submit)
+    first = control.Running(1, status, "2026-01-02", "/runs/first")
+    monkeypatch.setattr(control, "runs", lambda link: [first])
+    code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
+    assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
+    assert f"go on with: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
+
+
+def one_line(text):
+    """A text whose lines may be broken anywhere."""
+    return " ".join(text.split())
+
+
+def test_a_federations_run_is_not_resumed_as_a_simulated_one(tmp_path):
+    for name in ("config.toml", "audit.jsonl"):
+        (tmp_path / name).touch()
+    code, _, err = call("resume", tmp_path)
+    assert code == 2 and "fedhassle federation run FOLDER --out" in err
+
+
+def test_a_server_runs_only_where_its_keys_are(coordinator):
+    (coordinator / "private" / "server.key").unlink()
+    code, _, err = call("federation", "server", coordinator)
+    assert code == 2 and "server.key is missing" in err and "federation init" in err
+
+
+def test_a_port_that_is_taken_is_named(coordinator):
+    import socket
+
+    port = int(read_agreement(coordinator).address.rpartition(":")[2])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        code, _, err = call("federation", "server", coordinator)
+    assert code == 2 and f"port {port} cannot be listened at" in err
+
+
+def test_a_method_of_ones_own_that_is_not_here_is_named_before_anything_starts(coordinator, module, tmp_path):
+    module("own_avg", "from fedhassle.methods import FedAvg as Mine")
+    file = coordinator / "federation.toml"
+    file.write_text(file.read_text().replace('name = "hassle"', 'name = "own_avg:Mine"'))
+    (coordinator / "private" / "server.key").unlink()  # so far and no further
+    assert "server.key is missing" in call("federation", "server", coordinator)[2]
+    del sys.modules["own_avg"]
+    (tmp_path / "own_avg.py").unlink()
+    for command in ("server", "run"):
+        code, _, err = call("federation", command, coordinator)
+        assert code == 2 and "'own_avg:Mine' cannot be imported: ModuleNotFoundError" in one_line(err)
+        assert "start the command in the folder that holds own_avg" in one_line(err)
+
+
+def test_what_is_started_imports_what_lies_in_the_working_folder(tmp_path, monkeypatch):
+    """Also by Flower's own programs, which do not look there as `python -m` does."""
+    (tmp_path / "lies_here.py").write_text("print('found')")
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log"
+    with processes.running([sys.executable, "-P", "-c", "import lies_here"], None, log) as process:
+        assert process.wait(60) == 0, log.read_text()
+    assert "found" in log.read_text()
+
+
+def test_a_second_server_is_kept_out(coordinator):
+    (coordinator / "server").mkdir()
+    with locked(coordinator / "server"):
+        code, _, err = call("federation", "server", coordinator)
+    assert code == 2 and "another process is at work" in err
+
+
+def test_a_node_that_cannot_work_says_why_and_does_not_start(coordinator, pictures):
+    code, _, err = call("federation", "node", "--data", pictures, "--federation", coordinator, "--name", "x")
+    assert code == 2 and "x cannot join yet (key, address, certificate, clock)" in err
+    code, out, _ = call("federation", "node", "--data", "none", "--federation", coordinator, "--name", "x")
+    lines = [line.split()[:2] for line in out.splitlines()]
+    assert ["versions", "ok"] in lines and ["key", "FAILED"] in lines and ["data", "FAILED"] in lines
+    assert "make it with: fedhassle federation join" in out and not (coordinator / "node").exists()
+    words = ("--federation", coordinator, "--name", "x", "--device", "gpu")
+    code, _, err = call("federation", "node", "--data", pictures, *words)
+    assert code == 2 and "--device is auto, cpu or cuda" in err
+
+
+def test_a_demo_does_not_write_into_what_is_there(pictures):
+    code, _, err = call("federation", "demo", "--out", pictures)
+    assert code == 2 and "not empty" in err
+
+
+# Parts
+
+
+def test_the_name_of_a_site_is_that_of_its_key(tmp_path):
+    folder = FederationFolder(tmp_path)
+    with pytest.raises(UserError, match="holds no key"):
+        site_name(folder, None)
+    make_site_key(folder.site_key("north"), folder.site_public("north"), "north")
+    assert site_name(folder, None) == "north" and site_name(folder, "south") == "south"
+    make_site_key(folder.site_key("south"), folder.site_public("south"), "south")
+    with pytest.raises(UserError, match="several keys: say which with --name north"):
+        site_name(folder, None)
+    with pytest.raises(UserError, match="no name for a site"):
+        site_name(folder, "../x")
+
+
+def test_the_coordinators_own_keys_are_no_sites(coordinator):
+    folder = FederationFolder(coordinator)
+    assert folder.ca_key.is_file() and folder.server_key.is_file()
+    with pytest.raises(UserError, match="holds no key"):
+        site_name(folder, None)
+    make_site_key(folder.site_key("north"), folder.site_public("north"), "north")
+    assert site_name(folder, None) == "north"
+    for name in ("ca", "server"):
+        with pytest.raises(UserError, match=f"cannot be called '{name}'.*choose another name"):
+            site_name(folder, name)
+
+
+@pytest.mark.parametrize(
+    ("host", "listens"),
+    [
+        *(("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("fl.example.org", "0.0.0.0")),
+        *(("10.0.0.3", "0.0.0.0"), ("::1", "::1"), ("2001:db8::3", "::")),
+    ],
+)
+def test_a_server_listens_where_its_sites_are(host, listens):
+    assert host.listening_host(host) == listens
+
+
+def test_a_log_is_read_as_it_grows(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.said() == []
+    path.write_text("Flower says\n2026-01-02 03:04:05,678 fedhassle INFO north holds ü\n2026-01-02 03:04:0")
+    assert tail.said() == ["03:04:05 north holds ü"] and tail.said() == []
+    with path.open("a") as file:
+        file.write("6,000 fedhassle WARNING more\n2026-01-02 03:04:07,000 flwr DEBUG noise\n")
+        file.write("2026-01-02 03:04:08,000 INFO of a run\n")
+    assert tail.said() == ["03:04:06 more", "03:04:08 of a run"]
+
+
+def python(code):
+    return lambda: [sys.executable, "-c", code]
+
+
+LINE = "print('2026-01-02 03:04:05,678 fedhassle INFO {}', flush=True)"
+
+
+def test_a_node_that_ends_is_started_again_but_not_for_ever(tmp_path):
+    command = python(f"{LINE.format('hello')}; raise SystemExit(7)")
+    lines = []
+    with pytest.raises(UserError, match="has ended 6 times in a row"):
+        for line in keep_running(command, tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)):
+            lines.append(line)  # noqa: PERF402 - they count though it ends in an error
+    assert lines.count("03:04:05 hello") == 6
+    assert lines.count("the node has ended (exit code 7): it is started again in 5 s") == 5
+
+
+def test_a_node_that_had_worked_for_long_is_started_again_each_time(tmp_path):
+    clock = itertools.count(0, 1000)
+    lines = keep_running(
+        *(python("raise SystemExit(7)"), tmp_path, tmp_path / "log"),
+        pause=lambda seconds: time.sleep(0.01),
+        now=lambda: next(clock),
+    )
+    assert len(list(itertools.islice(lines, 8))) == 8
+    lines.close()
+
+
+def test_a_node_that_cannot_work_at_all_is_not_started_again(tmp_path):
+    code = f"{LINE.format('no images')}; raise SystemExit({supervise.IMPOSSIBLE})"
+    with pytest.raises(UserError, match="the node cannot work: 03:04:05 no images"):
+        list(keep_running(python(code), tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)))
+
+
+def test_what_was_started_ends_with_whoever_started_it(tmp_path):
+    """Also where that was killed and could not clean up."""
+    child = (
+        "from fedhassle.federation.flower.processes import *; import time; end_with_parent(); time.sleep(300)"
+    )
+    parent = (
+        "import sys, time; from pathlib import Path\n"
+        "from fedhassle.federation.flower.processes import running\n"
+        f"with running([sys.executable, '-c', {child!r}], None, Path({str(tmp_path / 'log')!r})) as p:\n"
+        "    print(p.pid, flush=True); time.sleep(300)"
+    )
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=small.environment()) as process:
+        pid = int(process.stdout.readline())
+        while "time" not in Path(f"/proc/{pid}/cmdline").read_text() and processes.is_alive(pid):
+            time.sleep(0.05)
+        process.kill()
+    deadline = time.monotonic() + 30
+    while processes.is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = processes.is_alive(pid)
+    if left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_way_of_asking_interrupts_but_not_while_cleaning_up(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), processes.interruptible():
+        with processes.undisturbed():
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+        pytest.fail("nothing happened")
+    assert signal.getsignal(number) is before
+
+
+def test_waiting_for_a_folder_ends(tmp_path):
+    with locked(tmp_path):
+        began = time.monotonic()
+        wait_until_free(tmp_path, 0.3)
+        assert time.monotonic() - began >= 0.3
+    wait_until_free(tmp_path, 60)
+    wait_until_free(tmp_path / "none", 60)
+
+
+# Who is let in
+
+
+class FakeLink:
+    """A SuperLink's record of nodes; a key that was taken out is never taken again, as Flower has it."""
+
+    def __init__(self, monkeypatch):
+        self.nodes, self.burnt, self.calls = {}, set(), []
+        for name in ("registered", "register", "unregister"):
+            monkeypatch.setattr(host, name, getattr(self, name))
+
+    def registered(self, link):
+        return list(self.nodes.values())
+
+    def register(self, link, name, key):
+        self.calls.append(("register", name))
+        if control.pem(key) in self.burnt:
+            raise UserError("Public key already in use.")
+        number = len(self.calls)
+        self.nodes[number] = control.Registered(number, name, control.pem(key), False, "")
+
+    def unregister(self, link, number):
+        self.calls.append(("unregister", self.nodes[number].name))
+        self.burnt.add(self.nodes.pop(number).key)
+
+
+def site(tmp_path, name):
+    make_site_key(tmp_path / "private" / name, tmp_path / f"{name}.pub", name)
+    return AdmittedSite(name, read_public_key(tmp_path / f"{name}.pub"), "today")
+
+
+def test_those_are_let_in_that_are_admitted_and_no_others(tmp_path, monkeypatch):
+    link = FakeLink(monkeypatch)
+    north, south, new = (site(tmp_path, name) for name in ("north", "south", "new"))
+    assert list(host.let_in(None, {"north": north, "south": south})) == [
+        "north may come in",
+        "south may come in",
+    ]
+    assert list(host.let_in(None, {"north": north, "south": south})) == []
+    another = new._replace(name="south")
+    assert list(host.let_in(None, {"north": north, "south": another})) == [
+        "south is let in no more",
+        "south may come in",
+    ]
+    assert {node.key for node in link.nodes.values()} == {control.pem(north.key), control.pem(new.key)}
+    east = site(tmp_path, "east")
+    lines = []
+    with pytest.raises(UserError, match="south: Public key already in use"):
+        for line in host.let_in(None, {"south": south, "zeast": east._replace(name="zeast")}):
+            lines.append(line)  # noqa: PERF402 - as above
+    assert lines == ["north is let in no more", "south is let in no more", "zeast may come in"]
+
+
+def test_a_site_that_gets_another_name_is_let_in_as_before(tmp_path, monkeypatch):
+    """Flower would not take its key again, and goes on calling it what it was called."""
+    link, nroth = FakeLink(monkeypatch), site(tmp_path, "nroth")
+    assert list(host.let_in(None, {"nroth": nroth})) == ["nroth may come in"]
+    link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
+    north = {"north": nroth._replace(name="north")}
+    assert list(host.let_in(None, north)) == [] and host.present(None, north) == {"north"}
+
+
+def test_status_says_who_is_there_and_whom_the_last_run_refused(coordinator, tmp_path, monkeypatch):
+    link, audit = FakeLink(monkeypatch), Audit(tmp_path / "run" / "audit.jsonl")
+    for name in ("north", "south"):
+        admit_site(coordinator, name, site(tmp_path, name).key)
+        audit.write("refused", site=name, why="its file is another one")
+    audit.write("joined", site="south")
+    list(host.let_in(None, admitted(coordinator)))
+    link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
+    monkeypatch.setattr(control, "answers", lambda link: True)
+    last = control.Running(1, "running", "2026-01-02", str(tmp_path / "run"))
+    monkeypatch.setattr(control, "runs", lambda link: [last])
+    code, out, _ = call("federation", "status", coordinator)
+    lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
+    assert code == 0 and lines == [["north", "here"], ["south", "here"]]
+    assert one_line(out).count("the last run has refused it: its file is another one") == 1
+
+
+def test_a_server_that_runs_follows_the_record(coordinator, tmp_path, monkeypatch):
+    """A site that is admitted later, a record that is damaged for a while, a node that comes and goes."""
+    link, folder = FakeLink(monkeypatch), FederationFolder(coordinator)
+    north = site(tmp_path, "north")
+    said, record = [], folder.sites
+
+    def turn(online):
+        link.nodes = {k: node._replace(online=online) for k, node in link.nodes.items()}
+
+    acts = iter(
+        [
+            lambda: admit_site(coordinator, "north", north.key),
+            lambda: turn(True),
+            lambda: record.write_text("x = = 1"),
+            lambda: None,
+            lambda: turn(False),
+        ]
+    )
+
+    def pause(seconds):
+        act = next(acts, None)
+        if act is None:
+            raise StopAsyncIteration
+        act()
+
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        with pytest.raises(StopAsyncIteration):
+            for line in host.watched(folder, process, pause):
+                said.append(line)  # noqa: PERF402 - as above
+    finally:
+        process.kill()
+        process.wait()
+    assert said[:2] == ["north may come in", "north is here"] and said[3:] == ["north is gone"]
+    assert "cannot be read as the record" in said[2]
+    with pytest.raises(UserError, match="the server has ended"):
+        list(host.watched(folder, process, pause))
+
+
+# The demo
+
+
+def test_the_sites_of_the_demo_have_the_three_forms(tmp_path):
+    places = write_places(tmp_path, (30, 40, 20), 10)
+    assert (
+        call("federation", "init", "--address", "a:1", "--like", "fmnist-mini", "--out", tmp_path / "f")[0]
+        == 0
+    )
+    form = read_agreement(tmp_path / "f").data.form
+    found = {place.name: read_site(place.images, form) for place in places}
+    labelled = {name: (len(site.y), int((site.y >= 0).sum())) for name, site in found.items()}
+    assert labelled == {"north": (30, 30), "south": (40, 5), "east": (20, 0)}
+    assert all(not site.problems for site in found.values())
+    pixels = [image.tobytes() for site in found.values() for image in site.x]
+    assert len(set(pixels)) == 90  # no site holds what another holds
+    test = read_site(tmp_path / "test", form)
+    assert (test.y >= 0).all() and not {image.tobytes() for image in test.x} & set(pixels)
+    assert run_settings(read_agreement(tmp_path / "f")).rounds == 200
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+def test_the_demo_trains_a_model_and_leaves_no_process(tmp_path):
+    """All of it as a user starts it, with another Python's folder on no path."""
+    words = ["federation", "demo", "--out", str(tmp_path / "demo"), "--rounds", "2"]
+    marker = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "fedhassle", *words],
+        env=small.environment(PATH="/usr/bin:/bin"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "demo" / "run"
+    summary, audit = small.summary_of(run), [json.loads(line) for line in (run / "audit.jsonl").open()]
+    assert summary["rounds"] == 2 and set(summary["sites"]) == {"north", "south", "east"}
+    assert [event["contributed"] for event in audit if event["event"] == "round"] == [
+        ["east", "north", "south"]
+    ] * 2
+    card = (run / "model.md").read_text("utf-8")
+    assert "3 (1 full, 1 partial, 1 unlabelled)" in card and "validation images that the sites keep" in card
+    rows = (tmp_path / "demo" / "predictions.csv").read_text("utf-8").splitlines()
+    assert len(rows) == 501 and rows[0].startswith("file,class,probability,SM,UM,EM")
+    lines = (tmp_path / "demo" / "test" / "labels.csv").read_text("utf-8").splitlines()[1:]
+    truth = dict(line.split(",") for line in lines)
+    right = [truth[Path(row.split(",")[0]).name] == row.split(",")[1] for row in rows[1:]]
+    assert sum(right) / len(right) > 0.2  # ten classes
+    for place in (tmp_path / "demo" / "coordinator", tmp_path / "demo" / "north" / "federation"):
+        for path in place.rglob("*.key"):
+            assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "demo" / "coordinator" / "server").stat().st_mode & 0o777 == 0o700
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if marker in command_of(p)]
+    assert left == []
+
+
+def command_of(path):
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

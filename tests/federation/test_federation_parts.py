@@ -1,0 +1,576 @@
+"""The parts of a federation, each by itself: messages, the audit log, validation shares, doors, processes."""
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+
+import federations
+import httpx
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.common.config import parse_config_args
+from flwr.proto.message_pb2 import ObjectTree
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedhassle.errors import UserError
+from fedhassle.federation.agreement import write_agreement
+from fedhassle.federation.flower import patches, processes
+from fedhassle.federation.flower.transport import FlowerGrid, Letter, from_records, to_records
+from fedhassle.federation.messages import (
+    Content,
+    RefusedError,
+    coarse,
+    from_json,
+    packed,
+    read_hits,
+    unpacked,
+)
+from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.control import pem
+from fedhassle.federation.server.serverapp import admitted_names
+from fedhassle.federation.server.superlink import Doors
+from fedhassle.federation.setup.admission import admit_site
+from fedhassle.federation.setup.folder import FederationFolder
+from fedhassle.federation.setup.keys import fingerprint, make_site_key, read_public_key
+from fedhassle.federation.site import supernode
+from fedhassle.federation.site.node import parted
+from fedhassle.federation.site.node_config import site_node
+from fedhassle.federation.site.supervise import IMPOSSIBLE
+
+NAN, INFINITE = float("nan"), float("inf")
+FLOATS = st.floats(width=32)
+
+
+# Messages
+
+
+@given(st.dictionaries(st.text(max_size=5), st.lists(FLOATS, max_size=8), max_size=3))
+def test_vectors_arrive_as_they_were_sent_bit_for_bit(values):
+    vectors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+    there = from_records(to_records(Content({"n": 1}, packed(vectors, {}))))
+    arrived = unpacked(there.arrays, {})
+    assert there.words == {"n": 1} and list(arrived) == list(vectors)  # in their order, too
+    for name, vector in vectors.items():
+        assert torch.equal(arrived[name].view(torch.int32), vector.view(torch.int32))
+
+
+@given(st.lists(st.tuples(FLOATS, st.none() | FLOATS), max_size=20))
+def test_changes_arrive_as_what_they_change_into(pairs):
+    """An entry is (before, after), after = None where it stays; NaN is sent again: nothing equals it."""
+    before = torch.tensor([b for b, _ in pairs], dtype=torch.float32)
+    after = torch.tensor([b if a is None else a for b, a in pairs], dtype=torch.float32)
+    made = packed({"w": after}, {"w": before})
+    arrived = unpacked(made, {"w": before})["w"]
+    assert torch.equal(arrived.nan_to_num(7), after.nan_to_num(7))
+    differ = int((before != after).sum())
+    assert ("index w" in made) == (2 * differ < len(pairs))
+    assert sum(len(part) for part in made.values()) <= len(pairs)
+
+
+def test_a_vector_of_another_length_is_sent_whole():
+    assert list(packed({"w": torch.ones(3)}, {"w": torch.ones(4)})) == ["whole w"]
+
+
+def test_what_arrives_can_be_written_to_without_changing_what_was_sent():
+    vector = torch.ones(3)
+    arrived = unpacked(packed({"w": vector}, {}), {})["w"]
+    arrived.add_(1)
+    assert vector.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        RecordDict(),
+        RecordDict({"words": ConfigRecord({"words": "{}"})}),
+        RecordDict({"words": ConfigRecord({"words": "{}"}), "arrays": ArrayRecord([np.ones(3)])}),
+        RecordDict({"words": ConfigRecord({"words": 3}), "arrays": ConfigRecord({"arrays": b""})}),
+        RecordDict(
+            {"words": ConfigRecord({"words": "{}"}), "arrays": ConfigRecord({"arrays": b"\x80\x04K."})}
+        ),
+        RecordDict({"words": ConfigRecord({"words": "[]"}), "arrays": ConfigRecord({"arrays": b""})}),
+    ],
+)
+def test_records_of_another_make_are_refused(records):
+    with pytest.raises(RefusedError):
+        from_records(records)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": NaN}', '{"a": -Infinity}', "[" * 100_000])
+def test_words_that_are_no_object_of_json_are_refused(text):
+    with pytest.raises(RefusedError):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"right": {}, "count": 3},
+        {"right": {"model": 4}, "count": 3},
+        {"right": {"model": -1}, "count": 3},
+        {"right": {"model": 0}, "count": 0},
+        {"right": {"model": 0.5}, "count": 3},
+        {"right": [1], "count": 3},
+    ],
+)
+def test_hits_that_cannot_be_are_refused(words):
+    with pytest.raises(RefusedError):
+        read_hits(words)
+
+
+def test_counts_in_powers_of_two():
+    assert [coarse(n) for n in (0, 1, 2, 3, 5, 6, 100, 1000)] == [0, 1, 2, 4, 4, 8, 128, 1024]
+
+
+# The audit log
+
+
+def test_the_audit_log_knows_the_last_round_of_each_site(tmp_path):
+    audit = Audit(tmp_path / "audit.jsonl")
+    for t, names in ((1, ["a", "b"]), (2, ["b"]), (3, ["a"])):
+        audit.write("round", round=t, contributed=names, failed=[])
+    assert audit.contributions(3) == {"a": 3, "b": 2}
+    assert audit.contributions(2) == {"a": 1, "b": 2}
+    audit.write("resumed", round=1)
+    assert audit.contributions(9) == {"a": 1, "b": 1}
+    audit.write("round", round=2, contributed=["a"], failed=["b"])
+    assert audit.contributions(9) == {"a": 2, "b": 1}
+
+
+def test_a_line_of_the_audit_log_that_was_cut_off_harms_no_other(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    Audit(path).write("round", round=1, contributed=["a"], failed=[])
+    path.write_text(path.read_text() + '{"event": "rou')
+    before = path.read_bytes()
+    assert len(Audit(path).read()) == 1 and path.read_bytes() == before  # whose writer may be at work on it
+    Audit(path).write("round", round=2, contributed=["b"], failed=[])
+    assert [event["round"] for event in Audit(path).read()] == [1, 2]
+
+
+def test_a_line_of_the_audit_log_is_on_the_disk_before_the_run_goes_on(tmp_path, monkeypatch):
+    path, synced = tmp_path / "audit.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, path.read_bytes())))
+    Audit(path).write("finished")
+    assert synced == [(path.stat().st_ino, path.read_bytes())] and path.read_bytes().endswith(b"\n")
+
+
+# Validation
+
+
+def images(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 255, (count, 4, 4, 1)).astype(np.uint8)
+
+
+def test_the_validation_share_is_about_its_share_and_apart_from_the_rest():
+    x, y = images(2000), np.arange(2000) % 5 - 1  # a fifth is unlabelled
+    parts = parted(x, y, 0.1)
+    assert 120 < len(parts.validation) < 200  # 160 of 1600 labelled: three standard deviations are 36
+    assert sorted(np.concatenate(parts)) == list(range(2000))
+    assert (y[parts.unlabelled] == -1).all() and (y[parts.validation] >= 0).all()
+
+
+def test_an_image_for_validation_stays_so_when_others_are_added_or_sorted():
+    x, y = images(300), np.zeros(300, np.int64)
+    chosen = {x[row].tobytes() for row in parted(x, y, 0.2).validation}
+    more = np.concatenate([images(200, seed=1), x[::-1]])
+    then = {more[row].tobytes() for row in parted(more, np.zeros(500, np.int64), 0.2).validation}
+    assert chosen <= then
+
+
+def test_equal_images_are_on_one_side():
+    x = np.repeat(images(50), 3, axis=0)
+    parts = parted(x, np.zeros(150, np.int64), 0.3)
+    assert not {x[r].tobytes() for r in parts.validation} & {x[r].tobytes() for r in parts.labelled}
+
+
+@pytest.mark.parametrize(("count", "held"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_few_labels_keep_one_for_validation_and_one_to_train_on(count, held):
+    for seed in range(20):
+        parts = parted(images(count, seed), np.zeros(count, np.int64), 0.001)
+        assert (len(parts.validation), len(parts.labelled)) == (held, count - held)
+
+
+def test_without_a_share_nothing_is_kept():
+    assert not len(parted(images(50), np.zeros(50, np.int64), 0.0).validation)
+
+
+# Flower's waits
+
+
+def test_what_is_replaced_in_flower_is_there():
+    """A version of Flower that has changed here has to be looked at anew."""
+    for name in (patches.AT_NODE, patches.AT_SERVER):
+        backoff = inspect.signature(import_module(name).pull_objects).parameters
+        assert {"initial_backoff", "backoff_cap"} <= backoff.keys()
+    assert import_module(patches.AT_NODE).time is time
+    source = inspect.getsource(import_module(patches.AT_NODE))
+    assert source.count("time.sleep(3)") == 1 and source.count("time.sleep(0.5)") == 2
+
+
+class Outbox:
+    """What a SuperNode keeps of its messages; the worker answers them one by one, when it is looked for."""
+
+    def __init__(self):
+        self.msg_store, self.lock_msg_store, self.to_do = {}, threading.Lock(), []
+
+    def store(self, name, run, answers=""):
+        metadata = SimpleNamespace(
+            run_id=run, message_id=name, reply_to_message_id=answers, group_id="", message_type="query"
+        )
+        self.msg_store[name] = SimpleNamespace(message=SimpleNamespace(metadata=metadata))
+        if not answers:
+            self.to_do.append((name, run))
+
+    def get_messages_legacy(self, is_reply):
+        entries = [e.message for e in self.msg_store.values() if e.message.metadata.reply_to_message_id]
+        if self.to_do:  # the next answer is there a moment later
+            name, run = self.to_do.pop(0)
+            self.store(f"answer to {name}", run, answers=name)
+        return entries
+
+    def get_message_processing_duration(self, message_id):
+        return 0.0
+
+    def delete_messages(self, message_ids):
+        for name in message_ids:
+            self.msg_store.pop(name, None)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_an_answer_left_over_from_a_stopped_run_delays_no_other(mended):
+    """Flower's own sending, as it is, answers each message when the next has come."""
+    own = import_module(patches.AT_NODE)._push_messages
+    push, state, sent = patches.push_until_sent(own) if mended else own, Outbox(), []
+
+    def send(message, tree, seconds):
+        sent.append(message.metadata.message_id)
+        return set(), "session"
+
+    store = SimpleNamespace(get_object_tree=lambda name: ObjectTree(), delete=lambda name: None)
+    state.store("late", run=1)
+    state.get_messages_legacy(is_reply=True)  # it is answered, and its run is stopped: nothing is sent
+    for name in ("hello", "train"):
+        state.store(name, run=2)
+        push(state=state, object_store=store, send=send, push_object=None)
+    answered = ["answer to late", "answer to hello"]
+    assert sent == [*answered, "answer to train"] if mended else sent == answered
+
+
+def refusing(code):
+    response = httpx.Response(400, text=json.dumps({"code": code, "detail": "no"}))
+    return httpx.HTTPStatusError("no", request=httpx.Request("POST", "https://x"), response=response)
+
+
+def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_gone(monkeypatch):
+    now, tries = [0.0], []
+    monkeypatch.setattr(patches.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(patches.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def activate(client, request):
+        tries.append(request)
+        if now[0] < 60:
+            raise refusing(patches.NOT_LET_IN)
+        return "in"
+
+    told = []
+    kept_out = partial(told.append, "kept out")
+    assert patches.retry_activation(activate, kept_out)("client", "request") == "in" and len(tries) == 21
+    with pytest.raises(httpx.HTTPStatusError):  # where another reason is given it does not knock
+        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)), kept_out)()
+    assert now[0] == pytest.approx(60, abs=2 * patches.KNOCK) and told == []
+    with pytest.raises(httpx.HTTPStatusError):  # nor for ever
+        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(patches.NOT_LET_IN)), kept_out)()
+    assert now[0] == pytest.approx(60 + patches.RETURN, abs=2 * patches.KNOCK) and told == ["kept out"]
+
+
+def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_again(tmp_path, monkeypatch):
+    key, lines = tmp_path / "north.key", []
+    make_site_key(key, tmp_path / "north.pub", "north")
+    words = ["--auth-supernode-private-key", str(key)]
+    monkeypatch.setattr(sys, "argv", ["supernode", *words])
+    monkeypatch.setattr(supernode, "keep_worker", lambda words: threading.Event())
+    monkeypatch.setattr(supernode, "speak", lambda: None)
+    monkeypatch.setattr(supernode.log, "error", lambda *words: lines.append(words[0] % words[1:]))
+    hurried = []
+    monkeypatch.setattr(supernode, "hurry_node", hurried.append)
+
+    def flower():
+        hurried[0]()  # as its first call is refused for good
+        raise SystemExit(1)
+
+    monkeypatch.setattr(supernode, "flower_supernode", flower)
+    with pytest.raises(SystemExit) as ended:
+        supernode.main()
+    shown = fingerprint(read_public_key(tmp_path / "north.pub"))
+    assert ended.value.code == IMPOSSIBLE and lines == [
+        f"the server does not admit this key ({shown}): send north.pub to the coordinator, who runs "
+        "`fedhassle federation admit north north.pub`"
+    ]
+
+
+def test_naps_grow_with_the_time_that_was_waited(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(patches.time, "monotonic", lambda: now[0])
+    naps = patches.Pace(fastest=0.1, slowest=3.0)
+    seen = []
+    for now[0] in (0.0, 10.0, 1000.0):
+        seen.append(naps.nap())
+    assert seen == [0.1, 0.5, 3.0]
+    naps.reset()
+    assert naps.nap() == 0.1
+
+
+# The SuperLink's doors
+
+
+def through_the_doors(path, client, server="10.0.0.1"):
+    """The status of a request."""
+    passed, sent = [], []
+
+    async def inside(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "client": client and (client, 1), "server": (server, 2)}
+    asyncio.run(Doors(inside)(scope, None, send))
+    return 200 if passed else sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/v1/fleet"]
+)
+def test_the_coordinators_door_opens_to_this_machine_alone(path):
+    assert through_the_doors(path, "127.0.0.1") == through_the_doors(path, "::1") == 200
+    assert through_the_doors(path, "10.0.0.1") == 200  # the machine by its own address
+    for stranger in ("10.0.0.2", "fe80::1", "unix", None):
+        assert through_the_doors(path, stranger) == 403
+
+
+def test_the_sites_door_opens_to_all():
+    assert through_the_doors("/v1/fleet/pull-messages", "10.0.0.2") == 200
+
+
+# Processes
+
+
+def test_the_answer_of_a_command_is_found_behind_its_chatter():
+    assert processes.json_in('Loading… {not json}\n{"success": true, "runs": [{"a": 1}]}\n') == {
+        "success": True,
+        "runs": [{"a": 1}],
+    }
+    assert processes.json_in("nothing here") == {}
+
+
+def test_a_command_that_fails_says_what_it_said(tmp_path):
+    with pytest.raises(UserError, match="flwr supernode list did not work"):
+        processes.flwr(tmp_path, "supernode", "list", "nowhere")
+
+
+SLEEP = "import time; time.sleep(99)"
+
+
+def parent(then, **how):
+    """A program that starts another, says its number, and goes on."""
+    child = f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], **{how!r})"
+    return [sys.executable, "-c", f"import subprocess, sys; {child}; print(child.pid, flush=True); {then}"]
+
+
+def said_number(process, log):
+    processes.wait_for(lambda: log.read_text().endswith("\n"), process, log, 60, "it")
+    return int(log.read_text())
+
+
+@pytest.mark.parametrize("how", [{}, {"start_new_session": True}], ids=["in its group", "in another"])
+def test_a_child_is_ended_in_whatever_group_it_is(how, tmp_path):
+    log = tmp_path / "log.txt"
+    with processes.running(parent(SLEEP, **how), tmp_path, log) as process:
+        child = said_number(process, log)
+        assert processes.children(process.pid) == [child] and processes.is_alive(child)
+    assert process.poll() is not None and not processes.is_alive(child)
+
+
+def test_a_child_is_ended_where_its_parent_has_gone_before(tmp_path):
+    log = tmp_path / "log.txt"
+    with processes.running(parent("pass"), tmp_path, log) as process:
+        assert process.wait(60) == 0
+        child = int(log.read_text())
+        assert processes.is_alive(child)
+    assert not processes.is_alive(child)
+
+
+def test_a_child_is_ended_where_the_system_does_not_tell_of_it(tmp_path, monkeypatch):
+    log = tmp_path / "log.txt"
+    with processes.running(parent(SLEEP), tmp_path, log) as process:
+        child = said_number(process, log)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "PROC", tmp_path / "none")
+            processes.end(process, grace=2)
+        assert not processes.is_alive(child)
+
+
+def test_a_process_without_a_group_of_its_own_is_ended_alone():
+    """Not with all of this one's group."""
+    process, beside = (subprocess.Popen([sys.executable, "-c", SLEEP]) for _ in range(2))
+    try:
+        processes.end(process)
+        assert process.poll() is not None and beside.poll() is None
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+def test_a_thread_that_ends_meanwhile_hides_no_children_of_others(tmp_path, monkeypatch):
+    """A system on which process 7 has three threads, one of which is gone, and 9 has a child."""
+    for task, started in (("7/task/7", "8 9 "), ("7/task/70", None), ("7/task/71", "10"), ("9/task/9", "11")):
+        (tmp_path / task).mkdir(parents=True)
+        if started is not None:
+            (tmp_path / task / "children").write_text(started)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert sorted(processes.children(7)) == [8, 9, 10, 11] and processes.children(12) == []
+
+
+def test_a_process_that_ends_too_soon_is_an_error_with_its_last_words(tmp_path):
+    log = tmp_path / "log.txt"
+    with (
+        processes.running([sys.executable, "-c", "raise SystemExit('no key')"], tmp_path, log) as process,
+        pytest.raises(UserError, match=r"it has ended \(exit code 1\): no key"),
+    ):
+        processes.wait_for(lambda: False, process, log, 60, "it")
+
+
+def test_the_app_is_two_lines_that_flower_can_build(tmp_path):
+    app = processes.write_app(tmp_path / "app")
+    built = subprocess.run(
+        [processes.program_path("flwr"), "build", "--app", str(app)],
+        cwd=tmp_path,
+        env=processes.environment(tmp_path / "home"),
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert [path.suffix for path in tmp_path.rglob("*.fab")] == [".fab"]
+
+
+def test_flowers_processes_send_nothing_to_its_makers(tmp_path):
+    made = processes.environment(tmp_path)
+    assert (made["FLWR_TELEMETRY_ENABLED"], made["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert made["FLWR_HOME"] == str(tmp_path) and json.dumps(made)
+
+
+# A site's own images
+
+
+@pytest.mark.parametrize(("rounds", "compiled"), [(99, False), (100, True)])
+def test_a_site_with_a_gpu_compiles_if_the_agreed_rounds_win_it_back(rounds, compiled, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("L", (12, 12)).save(tmp_path / "images" / name / "1.png")
+    write_agreement(federations.terms(run=f"rounds = {rounds}"), tmp_path / "federation.toml")
+    words = {"site": "north", "data": "images", "file": "federation.toml", "memory": "memory"}
+    config = {key: word if key == "site" else str(tmp_path / word) for key, word in words.items()}
+    assert site_node(config).engine.compile is compiled
+
+
+def test_a_node_reads_a_folder_once_and_names_what_is_wrong_with_it(tmp_path, caplog):
+    """Pictures by class and without, one that is broken and one in colours, with a quote in their path."""
+    folder = tmp_path / 'images "of" ours'
+    rng = np.random.default_rng(0)
+    for name in ("a/1.png", "a/2.png", "b/3.png", "unlabelled/4.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (12, 12), np.uint8)).save(folder / name)
+    Image.new("RGB", (12, 12)).save(folder / "b" / "colour.png")
+    (folder / "b" / "broken.png").write_bytes(b"\x89PNG")
+    terms = federations.terms()
+    write_agreement(terms, tmp_path / "federation.toml")
+    config = {"site": "north", "data": str(folder), "file": str(tmp_path / "federation.toml")}
+    with caplog.at_level("INFO", "fedhassle"):
+        node = site_node({**config, "memory": str(tmp_path / "memory"), "device": "cpu"})
+    assert (node.client.labelled, node.client.unlabelled) == (4, 1)
+    assert [node.dataset.class_names[k] for k in node.dataset.y_train if k >= 0] == ["a", "a", "b", "b"]
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("skipped b/broken.png: ") for line in said)
+    assert any(line.startswith("converted: ") and "b/colour.png" in line for line in said)
+    with pytest.raises(UserError, match="lacks data, memory"):
+        site_node({"site": "north", "file": "x"})
+    (folder / "a").rename(folder / "cow")
+    with pytest.raises(UserError, match="'cow' is none of the classes"):
+        site_node({**config, "memory": str(tmp_path / "memory")})
+
+
+def test_the_words_of_a_node_are_read_from_a_file_whatever_they_hold(tmp_path):
+    """Paths may hold what would break a line of words."""
+    words = {"site": "north", "data": """/a b/it's "x"=y.toml""", "threads": 2}
+    (tmp_path / "node.toml").write_text(tomli_w.dumps(words))
+    assert parse_config_args([str(tmp_path / "node.toml")]) == words
+
+
+# Names of sites
+
+
+def test_a_node_goes_by_the_name_that_its_key_is_admitted_under_now(tmp_path):
+    """Flower knows it by the one that it had when it was first let in."""
+    make_site_key(tmp_path / "north.key", tmp_path / "north.pub", "north")
+    key = read_public_key(tmp_path / "north.pub")
+    about = {"node_id": 7, "last_activated_at": "today"}
+    flower = SimpleNamespace(
+        get_nodes=lambda: [
+            SimpleNamespace(**about, name="nroth", public_key=pem(key)),
+            SimpleNamespace(**about, name="south", public_key=b""),
+        ]
+    )
+    grid = FlowerGrid(flower, lambda: admitted_names(tmp_path))
+    assert [node.name for node in grid.nodes()] == ["nroth", "south"]  # nothing is known of it
+    admit_site(tmp_path, "north", key)
+    assert [node.name for node in grid.nodes()] == ["north", "south"]
+    FederationFolder(tmp_path).sites.write_text("x = = 1")
+    assert [node.name for node in grid.nodes()] == ["nroth", "south"]  # nor can be read
+
+
+# A run that is stopped while it sends
+
+
+class Stopped:
+    """Flower's grid of a run that was stopped: whatever it is asked next ends the program."""
+
+    def __init__(self, push):
+        self.push_messages = push
+
+    def get_nodes(self):
+        raise SystemExit("stopped")
+
+
+def unstored(messages):
+    return [""] * len(messages)
+
+
+def expired(messages):
+    raise RuntimeError("the push session may have expired")
+
+
+@pytest.mark.parametrize("push", [unstored, expired])
+def test_a_run_that_is_stopped_while_it_sends_learns_of_it(push, monkeypatch):
+    monkeypatch.setattr(
+        "fedhassle.federation.flower.transport.Message", lambda *words, **named: words
+    )  # needs a task
+    letters = [Letter(node, "train", Content({}, {}), "1", 60.0) for node in (1, 2)]
+    with pytest.raises(SystemExit, match="stopped"):
+        FlowerGrid(Stopped(push)).push(letters)

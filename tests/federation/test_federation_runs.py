@@ -1,0 +1,335 @@
+"""A federation's run on disk: its folder, its best round, its end, and its going on after a cut."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import small
+from federations import FEW, FakeGrid, Flying, held, site, terms
+from small import metrics_of, same, summary_of, tensors_of
+
+import fedhassle
+from fedhassle.data.split.split import Split
+from fedhassle.errors import UserError
+from fedhassle.federation.messages import Content
+from fedhassle.federation.server import coordinate as coordinating
+from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.coordinate import coordinate
+from fedhassle.federation.server.follow import Seen, followed, so_far
+from fedhassle.runs.record import Folder, read_summary
+
+RUN = """
+        rounds = 4
+        evaluate_every = 2
+        method = {name = "rscfed", batch = 8, epochs = 1, partial = "mixed"}
+"""
+ALL = Split(small.SPLIT.labelled[:4], small.SPLIT.unlabelled[:4])
+
+
+def network(folder, agreed, split=FEW):
+    nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
+    return FakeGrid({k: node.answer for k, node in nodes.items()})
+
+
+def carried_out(folder, agreed, grid, test=None):
+    return list(coordinate(grid, agreed, folder, test, Flying().clock))
+
+
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def agreed():
+    return terms(validation=0.3, run=RUN)
+
+
+def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp_path):
+    steps = carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+    assert [step.t for step in steps] == [1, 2, 3, 4]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "best.safetensors"),
+        *("curves.png", "log.txt", "audit.jsonl", "checkpoints", "model.md"),
+    }
+    for line in metrics_of(tmp_path / "run"):
+        sites = line["sites"].values()
+        total = sum(s["count"] for s in sites)
+        together = sum(s["accuracy"]["model"] * s["count"] for s in sites) / total
+        assert line["accuracy"]["model"] == pytest.approx(together) and len(line["sites"]) == 3
+    told = [event["event"] for event in events_of(tmp_path / "run")]
+    assert told == [
+        *("created", "joined", "joined", "joined", "begun"),
+        *("round", "done", "round", "evaluated", "done"),
+        *("round", "done", "round", "evaluated", "done", "finished"),
+    ]
+    summary = summary_of(tmp_path / "run")
+    assert summary["data"] == "small" and summary["rounds"] == 4
+    assert set(summary["sites"]) == {"client 1", "client 2", "client 3"}
+    assert summary["settings"]["method"]["partial"] == "mixed"
+    assert summary["split_hash"] is None and read_summary(tmp_path / "run") == summary
+    loaded = fedhassle.load(tmp_path / "run" / "model.safetensors", allow_import=True)
+    counts = loaded.about["sites"]
+    assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)
+    assert loaded.predict(small.dataset().x_test[:3]).classes.shape == (3,)
+
+
+def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
+    """What an onlooker sees is what the run itself sees; one that began later sees what is new."""
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    first = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    expected = [next(first), next(first)]
+    first.close()
+    seen = so_far(folder)
+    second = coordinate(grid, agreed, folder.path, None, Flying().clock)
+
+    def meanwhile(seconds):
+        expected.extend([step] if (step := next(second, None)) else [])
+
+    watched = list(followed(folder, Seen(), lambda: True, pause=meanwhile))
+    assert watched == expected and [step.t for step in watched] == [1, 2, 3, 4]
+    assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
+
+
+def test_sites_are_counted_by_what_they_contribute(agreed, tmp_path):
+    """Client 2 fails in every round, client 4 in one: neither counts where it sent nothing."""
+    grid, folder = network(tmp_path / "sites", agreed, ALL), Folder(tmp_path / "run")
+    grid.behaviour["client 2", "train"] = lambda answer, content: "the disk is full"
+    grid.behaviour["client 4", "train"] = lambda answer, content: (
+        "the disk is full" if content.words["round"] == 3 else answer(content)
+    )
+    steps = carried_out(folder.path, agreed, grid)
+    three, two = ["client 1", "client 3", "client 4"], ["client 1", "client 3"]
+    assert [[client.name for client in step.clients] for step in steps] == [three, three, two, three]
+    assert list(followed(folder, Seen(), lambda: True)) == steps
+    lines = [line["clients"] for line in metrics_of(folder.path)]
+    assert lines == [{"full": 2, "partial": n, "unlabelled": 0} for n in (4, 3)]
+    summary = summary_of(folder.path)
+    assert {name: site["rounds"] for name, site in summary["sites"].items()} == {
+        **{"client 1": 4, "client 2": 0, "client 3": 4, "client 4": 3}
+    }
+    card = folder.card.read_text("utf-8")
+    assert "| rounds | 4, 2 to 3 sites in each (mean 2.8) |" in card
+    assert "| sites | 3 (1 full, 2 partial, 0 unlabelled);" in card and "contribution: client 2 |" in card
+    for file in (folder.model, folder.best):
+        counts = fedhassle.load(file, allow_import=True).about["sites"]
+        assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)
+
+
+def test_a_line_of_metrics_that_is_half_written_does_not_end_the_following(agreed, tmp_path):
+    folder = Folder(tmp_path / "run")
+    steps = carried_out(folder.path, agreed, network(tmp_path / "sites", agreed))
+    with folder.metrics.open("a") as file:
+        file.write('{"round": 6, "accu')
+    assert list(followed(folder, Seen(), lambda: True)) == steps
+
+
+def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    steps = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    next(steps)
+    steps.close()
+    with pytest.raises(UserError, match="ended without a word"):
+        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+    grid.gone = set(grid.sites)
+    seen = so_far(folder)
+    with pytest.raises(UserError):
+        carried_out(folder.path, agreed, grid)
+    with pytest.raises(UserError, match="the run has stopped: after 120 s too few sites"):
+        list(followed(folder, seen, lambda: True))
+
+
+def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
+    grid = network(tmp_path / "sites", agreed)
+    for name in grid.sites:  # of 4 evaluations the second finds the most
+        scores = iter([1, 3, 2, 3])
+        grid.behaviour[name, "evaluate"] = lambda answer, content, scores=scores: hits(next(scores))
+    every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
+    states = {}
+    for step in coordinate(grid, every, tmp_path / "run", None, Flying().clock):
+        states[step.t] = tensors_of(small.checkpoints(tmp_path / "run")[-1])
+    best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
+    assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.3}
+    assert same(tensors_of(tmp_path / "run" / "best.safetensors"), states[2])
+    assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
+
+
+def test_the_best_round_is_never_one_that_the_coordinators_test_images_chose(tmp_path, monkeypatch):
+    """Validation finds 0.6, nothing, 0.7 and 0.8; in the gap the test images, at 0.95, stand in."""
+    agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
+    grid, data = network(tmp_path / "sites", agreed), small.dataset()
+    monkeypatch.setattr(coordinating, "accuracy", lambda *words: {"model": 0.95})
+    for name in grid.sites:
+        answers = iter([hits(6), "busy", hits(7), hits(8)])
+        grid.behaviour[name, "evaluate"] = lambda answer, content, answers=answers: next(answers)
+    kept, test = [], (data.x_test, np.asarray(data.y_test, np.int64))
+    for _ in coordinate(grid, agreed, tmp_path / "run", test, Flying().clock):
+        best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
+        kept.append((best.about["round"], best.about["validation"]["model"]))
+    assert kept == [(1, 0.6), (1, 0.6), (3, 0.7), (4, 0.8)]
+    assert [line["accuracy"]["model"] for line in metrics_of(tmp_path / "run")] == [0.6, 0.95, 0.7, 0.8]
+
+
+def hits(right):
+    return Content({"right": {"model": right}, "count": 10})
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_run_that_was_cut_goes_on_and_ends_in_the_same_bits(rounds, agreed, tmp_path):
+    carried_out(tmp_path / "whole", agreed, network(tmp_path / "a", agreed, ALL))
+    grid = network(tmp_path / "b", agreed, ALL)
+    steps = coordinate(grid, agreed, tmp_path / "run", None, Flying().clock)
+    for _ in range(rounds):
+        next(steps)
+    steps.close()
+    # The sites were restarted meanwhile: what they keep lies on their disks.
+    carried_out(tmp_path / "run", agreed, network(tmp_path / "b", agreed, ALL))
+    for name in ("model.safetensors", "best.safetensors"):
+        assert same(tensors_of(tmp_path / "run" / name), tensors_of(tmp_path / "whole" / name))
+    mine, other = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "whole")
+    assert small.but_seconds(mine) == small.but_seconds(other)
+    runs = {event["run"] for event in events_of(tmp_path / "run") if event["event"] == "created"}
+    assert len(runs) == 1
+    if rounds >= 2:
+        assert [e["round"] for e in events_of(tmp_path / "run") if e["event"] == "resumed"] == [2]
+
+
+def test_a_run_that_stops_says_why_in_its_audit_log_and_can_go_on(agreed, tmp_path):
+    grid = network(tmp_path / "sites", agreed)
+    for name in ("client 2", "client 3"):
+        grid.behaviour[name, "train"] = lambda answer, content: "the disk is full"
+    with pytest.raises(UserError, match="client 2: the disk is full; client 3: the disk is full"):
+        carried_out(tmp_path / "run", agreed, grid)
+    last = events_of(tmp_path / "run")[-1]
+    assert last["event"] == "stopped" and "the disk is full" in last["why"]
+    grid.behaviour.clear()
+    assert len(carried_out(tmp_path / "run", agreed, grid)) == 4
+    with pytest.raises(UserError, match="holds a finished run"):
+        carried_out(tmp_path / "run", agreed, grid)
+
+
+def test_a_run_whose_server_was_killed_was_not_asked_to_stop(agreed, tmp_path, monkeypatch):
+    """Flower ends its program in both cases, and in the same way."""
+    grid = network(tmp_path / "sites", agreed)
+    parents = {"asked": [7, 7], "killed": [7, 1]}  # before and after: who is left by its parent gets another
+    for name, (before, after) in parents.items():
+        now = [before]
+        monkeypatch.setattr(os, "getppid", lambda now=now: now[0])
+
+        def stopped(answer, content, now=now, after=after):
+            now[0] = after
+            raise SystemExit
+
+        grid.behaviour["client 2", "train"] = stopped
+        with pytest.raises(SystemExit):
+            carried_out(tmp_path / name, agreed, grid)
+    why = [events_of(tmp_path / name)[-1]["why"] for name in parents]
+    assert why == ["it was asked to stop", "the server's process has ended"]
+
+
+def test_a_round_that_no_site_can_evaluate_is_left_out_but_saved(agreed, tmp_path, caplog):
+    grid = network(tmp_path / "sites", agreed)
+    calls = []
+
+    def first_in_vain(answer, content):
+        calls.append(content.words["round"])
+        return "busy" if content.words["round"] == 2 else answer(content)
+
+    for name in grid.sites:
+        grid.behaviour[name, "evaluate"] = first_in_vain
+    steps = carried_out(tmp_path / "run", agreed, grid)
+    assert [step.t for step in steps if step.metrics is not None] == [4]
+    assert [line["round"] for line in metrics_of(tmp_path / "run")] == [4]
+    assert {path.name for path in small.checkpoints(tmp_path / "run")} == {
+        "round-000002.safetensors",
+        "round-000004.safetensors",
+    }
+
+
+def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
+    data = small.dataset()
+    carried_out(
+        tmp_path / "run",
+        agreed,
+        network(tmp_path / "sites", agreed),
+        (data.x_test, np.asarray(data.y_test, np.int64)),
+    )
+    line, model = metrics_of(tmp_path / "run")[-1], tmp_path / "run" / "model.safetensors"
+    said = fedhassle.load(model, allow_import=True).predict(data.x_test).classes
+    assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
+    mean = np.mean([line["test"]["model"] for line in metrics_of(tmp_path / "run")])
+    row = [f"{100 * mean:.2f}", f"{100 * line['test']['model']:.2f}"]
+    assert f"| **model** | {row[0]} | {row[1]} |" in (tmp_path / "run" / "model.md").read_text("utf-8")
+    _, out, _ = small.call("resume", tmp_path / "run")
+    _, tested = out.split("on the coordinator's test images")
+    assert f"{row[0]} %" in tested and f"{row[1]} %" in tested
+
+
+def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
+    """And nothing says that sites did."""
+    data, agreed = small.dataset(), terms(validation=0.0, run=RUN)
+    small.save_images(tmp_path / "test.npz", data)
+    carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed), tmp_path / "test.npz")
+    for line in metrics_of(tmp_path / "run"):
+        assert line["accuracy"] == line["test"] and line["test_stands_in"] is True
+    card = (tmp_path / "run" / "model.md").read_text("utf-8")
+    assert "On the images that the coordinator keeps" in card and "sites keep" not in card
+    assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_the_audit_log_knows_what_a_run_is_tested_on(agreed, tmp_path):
+    """As it was told last; who goes on without a word has said nothing against it."""
+    grid, audit = network(tmp_path / "sites", agreed), Audit(tmp_path / "run" / "audit.jsonl")
+    assert audit.tested_on() == ""
+    for name in ("a.npz", "b.npz"):
+        small.save_images(tmp_path / name, small.dataset())
+    for given, known in ((None, ""), ("a.npz", "a.npz"), (None, "a.npz"), ("b.npz", "b.npz")):
+        test = tmp_path / given if given else None
+        steps = coordinate(grid, agreed, tmp_path / "run", test, Flying().clock)
+        next(steps)
+        steps.close()
+        assert audit.tested_on() == (str(tmp_path / known) if known else "")
+    assert [event["test"] for event in events_of(tmp_path / "run") if event["event"] == "testing"] == [
+        str(tmp_path / "a.npz"),
+        str(tmp_path / "b.npz"),
+    ]
+    carried_out(tmp_path / "other", agreed, grid, tmp_path / "a.npz")
+    assert events_of(tmp_path / "other")[0]["test"] == str(tmp_path / "a.npz")
+
+
+def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tmp_path):
+    """In its audit log, where whoever follows the run looks: it goes on in another process."""
+    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    (tmp_path / "test").mkdir()
+    with pytest.raises(UserError, match="holds no images"):
+        carried_out(folder.path, agreed, grid, tmp_path / "test")
+    with pytest.raises(UserError, match=r"the run has stopped: .*test holds no images"):
+        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+    small.save_images(tmp_path / "test.npz", small.dataset())
+    carried_out(folder.path, agreed, grid, tmp_path / "test.npz")
+    assert "test" in metrics_of(folder.path)[-1]
+
+
+def test_nobody_to_judge_is_an_error_at_once(tmp_path):
+    agreed = terms(run=RUN)
+    with pytest.raises(UserError, match="nobody could say how good the model is"):
+        carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+
+
+def test_a_method_that_pools_data_is_no_federations(tmp_path):
+    agreed = terms(validation=0.3, run='method = "central"')
+    with pytest.raises(UserError, match="method 'central' needs all data in one place"):
+        carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [terms(validation=0.2, run=RUN), terms(validation=0.3, run=RUN.replace("batch = 8", "batch = 4"))],
+)
+def test_a_run_does_not_go_on_with_another_agreement(other, agreed, tmp_path):
+    steps = coordinate(network(tmp_path / "a", agreed), agreed, tmp_path / "run", None, Flying().clock)
+    next(steps)
+    steps.close()
+    with pytest.raises(UserError, match="has changed since this run began"):
+        carried_out(tmp_path / "run", other, network(tmp_path / "b", other))

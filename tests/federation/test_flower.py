@@ -1,0 +1,305 @@
+"""A real federation on loopback: a SuperLink and three SuperNodes, with TLS and keys; and what can happen."""
+
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+import tomli_w
+import torch
+
+from fedhassle.data.site.folder import read_site
+from fedhassle.data.split.split import Split
+from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.simulator import Simulator
+from fedhassle.errors import UserError
+from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
+from fedhassle.federation.flower import processes
+from fedhassle.federation.server import host
+from fedhassle.federation.server.control import register, registered, runs, stop
+from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
+from fedhassle.federation.setup.init import found_federation
+from fedhassle.federation.setup.keys import make_site_key, read_public_key
+from fedhassle.federation.site.node import parted
+from fedhassle.federation.site.supervise import IMPOSSIBLE
+from fedhassle.federation.terms import dataset_of, run_settings
+from fedhassle.files import wait_until_free
+from fedhassle.settings.build import build_method, build_net
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+
+LIMIT = 150.0  # seconds for anything that is waited for
+SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
+ROGUE = "partial"
+
+
+# A deployment
+
+
+DATA = DataTerms(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,), flip=True, crop=0, validation=0.2)
+
+
+def agreement(address, rounds=3, every=3, minimum=2, timeout=60):
+    method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
+    run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method}
+    return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT))
+
+
+class Deployment:
+    """A server and its nodes, each of which can be started and killed."""
+
+    def __init__(self, folder):
+        self.folder, self.port = folder, processes.free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.files = found_federation(agreement(self.address), folder / "federation")
+        self.stack, self.server, self.nodes = ExitStack(), ExitStack(), {}
+        self.stack.enter_context(self.server)
+        rng = np.random.default_rng(0)
+        centres = rng.integers(60, 196, (4, 28, 28, 1))
+        for name, labelled in SITES.items():
+            y = np.arange(40) % 4
+            x = np.clip(centres[y] + rng.normal(0, 25, (40, 28, 28, 1)), 0, 255).astype(np.uint8)
+            np.savez(folder / f"{name}.npz", x=x, y=np.where(np.arange(40) < labelled, y, -1))
+
+    def key(self, name):
+        """A site's key pair; its public key as a line."""
+        make_site_key(self.files.site_key(name), self.files.site_public(name), name)
+        return read_public_key(self.files.site_public(name))
+
+    def start_link(self):
+        self.server.close()
+        self.link = self.server.enter_context(host.hosted(self.files))
+        self.let_in()
+
+    def let_in(self):
+        return list(host.let_in(host.link_of(self.files), admitted(self.files.path)))
+
+    def start_node(self, name, known_as=None):
+        """A node as `fedhassle federation node` starts it; the one of the rogue misbehaves when told."""
+        config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
+        about = {"site": name, "data": str(self.folder / f"{name}.npz"), "file": str(self.files.agreement)}
+        config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
+        key = self.files.site_key(known_as)
+        command = processes.supernode_command(self.address, self.files.ca, key, config)
+        if name == ROGUE:
+            command[2] = "rogue"
+        log = self.folder / f"{known_as}.log"
+        return self.stack.enter_context(processes.running(command, self.folder / "flwr", log))
+
+    def ensure_nodes(self):
+        for name in SITES:
+            if name not in self.nodes or self.nodes[name].poll() is not None:
+                self.nodes[name] = self.start_node(name)
+
+    def orders(self, orders):
+        (self.folder / f"{ROGUE}.rogue").write_text(json.dumps(orders))
+
+    def submit(self, name, **rules):
+        self.ensure_nodes()
+        self.before = len(self.events(name))
+        write_agreement(agreement(self.address, **rules), self.folder / f"{name}.run" / "federation.toml")
+        file = self.folder / f"{name}.run" / "federation.toml"
+        return processes.submit(host.flower_home(self.files), file, self.folder / name)
+
+    def events(self, name, *kinds):
+        path = self.folder / name / "audit.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [e for e in map(json.loads, lines) if e["event"] in kinds or not kinds]
+
+    def until(self, name, ready, what):
+        """Waits for something in a run; that it stops before is an error, with all logs."""
+        deadline = time.monotonic() + LIMIT
+        while not ready():
+            stopped = [e for e in self.events(name)[self.before :] if e["event"] == "stopped"]
+            if stopped or time.monotonic() > deadline or self.link.poll() is not None:
+                logs = "\n".join(
+                    f"{p.name}: {processes.last_lines(p, 30)}" for p in self.folder.rglob("*.log")
+                )
+                pytest.fail(f"{what} did not happen: {stopped}\n{self.events(name)}\n{logs}")
+            time.sleep(0.1)
+
+    def finish(self, name):
+        self.until(name, lambda: self.events(name, "finished"), "the end")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flower")
+    with pytest.MonkeyPatch.context() as patch:
+        here = [str(Path(__file__).parent), str(Path(processes.__file__).parents[2])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")])))
+        made = Deployment(folder)
+        with made.stack:
+            for name in SITES:
+                admit_site(made.files.path, name, made.key(name))
+            made.start_link()
+            made.ensure_nodes()
+            made.key("stranger")
+            made.stranger = made.start_node("full", "stranger")
+            yield made
+
+
+def simulated(deployment, rounds):
+    """The same federation in this process: its state after so many rounds."""
+    agreed = read_agreement(deployment.files.agreement)
+    images, labels, parts, start = [], [], [], 0
+    for name in sorted(SITES):
+        site = read_site(deployment.folder / f"{name}.npz", agreed.data.form)
+        parts.append([rows + start for rows in parted(site.x, site.y, agreed.data.validation)[:2]])
+        images.append(site.x)
+        labels.append(site.y)
+        start += len(site.y)
+    data, settings = dataset_of(agreed, np.concatenate(images), np.concatenate(labels)), run_settings(agreed)
+    split = Split(tuple(one for one, _ in parts), tuple(other for _, other in parts))
+    method = build_method("hassle", settings.method.settings, build_net(settings, data))
+    simulator = Simulator(data, split, 5, small.ENGINE, names=sorted(SITES))
+    *_, last = federate(method, simulator, Plan(rounds, 8, 5), method.initial(5))
+    return method.model(last.state)
+
+
+def assert_close(path, expected):
+    found = small.tensors_of(path)
+    assert found.keys() == expected.keys()
+    for name, vector in expected.items():
+        assert torch.allclose(found[name], vector, rtol=0, atol=1e-6), name
+        assert vector.abs().max() > 1e-3
+
+
+# What happens
+
+
+def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
+    deployment.submit("equal", minimum=3)
+    deployment.finish("equal")
+    assert_close(deployment.folder / "equal" / "model.safetensors", simulated(deployment, 3))
+    rounds = deployment.events("equal", "round")
+    assert [event["contributed"] for event in rounds] == [sorted(SITES)] * 3
+    (line,) = small.metrics_of(deployment.folder / "equal")
+    assert set(line["sites"]) == {"full", "partial"}  # who holds no label judges nothing
+
+
+def test_a_node_that_sends_garbage_costs_its_rounds_itself_alone(deployment):
+    deployment.orders({"1": "nan", "2": "names", "3": "raise", "4": "shapes"})
+    deployment.submit("garbage", rounds=5, every=5, minimum=2)
+    deployment.finish("garbage")
+    rounds = deployment.events("garbage", "round")
+    assert [event["failed"] for event in rounds] == [[ROGUE]] * 4 + [[]]
+    why = [event["why"] for event in deployment.events("garbage", "failed")]
+    for said, part in zip(why, ("NaN", "in place of", "MemoryError: no memory left", "entries"), strict=True):
+        assert part in said
+
+
+def test_a_node_killed_in_mid_round_costs_that_round_itself_alone(deployment):
+    deployment.orders({"2": "sleep"})
+    asleep = deployment.folder / f"{ROGUE}.asleep"
+    deployment.submit("killed", rounds=3, minimum=2, timeout=15)
+    deployment.until("killed", asleep.exists, "round 2 at the site")
+    below = processes.children(deployment.nodes[ROGUE].pid)
+    deployment.nodes[ROGUE].kill()
+    deployment.finish("killed")
+    rounds = deployment.events("killed", "round")
+    assert [(event["round"], ROGUE in event["contributed"]) for event in rounds][:2] == [
+        (1, True),
+        (2, False),
+    ]
+    assert all("full" in e["contributed"] and "unlabelled" in e["contributed"] for e in rounds)
+    (failed, *_) = deployment.events("killed", "failed")
+    assert failed["site"] == ROGUE and failed["round"] == 2
+    gone = time.monotonic() + LIMIT
+    while any(map(processes.is_alive, below)) and time.monotonic() < gone:
+        time.sleep(0.1)
+    assert not any(map(processes.is_alive, below))  # its worker does not outlive it
+
+
+def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(deployment):
+    """With every site: whoever was killed before is back."""
+    deployment.orders({})
+    deployment.submit("resumed", rounds=6, every=2, minimum=3)
+    deployment.until("resumed", lambda: len(deployment.events("resumed", "round")) >= 3, "three rounds")
+    below = processes.children(deployment.link.pid)
+    for pid in (deployment.link.pid, *below):
+        os.kill(pid, signal.SIGKILL)
+    deployment.link.wait()
+    deployment.start_link()
+    deployment.submit("resumed", rounds=6, every=2, minimum=3)
+    deployment.finish("resumed")
+    assert deployment.events("resumed", "resumed")[0]["round"] in (2, 4)
+    assert_close(deployment.folder / "resumed" / "model.safetensors", simulated(deployment, 6))
+
+
+def test_a_run_does_not_outlive_its_server(deployment):
+    """Where nothing could end it: it frees its folder and says why; nobody is said to have asked for it."""
+    deployment.orders({})
+    deployment.submit("left", rounds=50, minimum=3)
+    deployment.until("left", lambda: deployment.events("left", "done"), "a round")
+    below = processes.children(deployment.link.pid)
+    coordinator = [pid for pid in below if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in {deployment.link.pid, *below} - set(coordinator):
+        os.kill(pid, signal.SIGKILL)
+    deployment.link.wait()
+    wait_until_free(deployment.folder / "left", LIMIT)
+    (said,) = deployment.events("left", "stopped")
+    assert coordinator and said["why"] == "the server's process has ended"
+    deployment.start_link()
+
+
+def test_a_strangers_key_gets_in_nowhere(deployment):
+    """It knocks for a while, is told what to do, and is not to be started again."""
+    deployment.stranger.wait(LIMIT)
+    assert deployment.stranger.returncode == IMPOSSIBLE
+    said = (deployment.folder / "stranger.log").read_text(errors="replace")
+    assert "Exit Code: 305" in said and "the server does not admit this key (SHA256:" in said
+    assert "query message" not in said
+
+
+def test_plain_http_to_the_tls_port_gets_in_nowhere(deployment):
+    with socket.create_connection(("127.0.0.1", deployment.port), timeout=LIMIT) as line:
+        line.sendall(b"POST /v1/fleet/register-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        answer = b""
+        try:
+            while part := line.recv(1000):
+                answer += part
+        except ConnectionResetError:
+            pass
+    assert b"HTTP/" not in answer
+
+
+def test_a_run_that_is_stopped_frees_its_folder_and_goes_on(deployment):
+    """All three sites are needed: with fewer it would go on without one that is slow to come back."""
+    link = host.link_of(deployment.files)
+    number = deployment.submit("stopped", rounds=4, minimum=3)
+    deployment.until("stopped", lambda: deployment.events("stopped", "done"), "a round")
+    (known,) = [run for run in runs(link) if run.id == number]
+    assert known.alive and known.folder == str(deployment.folder / "stopped")
+    stop(link, number)
+    wait_until_free(deployment.folder / "stopped", LIMIT)
+    (known,) = [run for run in runs(link) if run.id == number]
+    assert known.status == "finished:stopped"
+    (said,) = deployment.events("stopped", "stopped")
+    assert said["why"] == "it was asked to stop"
+    deployment.submit("stopped", rounds=4, minimum=3)
+    deployment.finish("stopped")
+    assert_close(deployment.folder / "stopped" / "model.safetensors", simulated(deployment, 4))
+
+
+def test_a_site_that_is_expelled_in_mid_round_is_out(deployment):
+    """The round does not wait for it; its key gets in no more, neither now nor with another name."""
+    link, gone = host.link_of(deployment.files), deployment.files.path
+    (deployment.folder / f"{ROGUE}.asleep").unlink(missing_ok=True)
+    deployment.orders({"2": "sleep"})
+    deployment.submit("expelled", rounds=3, minimum=2)
+    deployment.until("expelled", (deployment.folder / f"{ROGUE}.asleep").exists, "round 2 at the site")
+    key = expel_site(gone, ROGUE).key
+    assert deployment.let_in() == [f"{ROGUE} is let in no more"] and deployment.let_in() == []
+    deployment.finish("expelled")
+    there = [ROGUE in event["contributed"] for event in deployment.events("expelled", "round")]
+    assert there == [True, False, False]
+    assert {node.name for node in registered(link)} == set(SITES) - {ROGUE}
+    with pytest.raises(UserError, match="already in use"):
+        register(link, "another", key)

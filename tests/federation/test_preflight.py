@@ -1,0 +1,314 @@
+"""What a site checks before it joins, against servers on this machine that are right and wrong in turn."""
+
+import contextlib
+import socket
+import ssl
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("cryptography")
+
+from fedhassle.federation.agreement import Address, Agreement, DataTerms, agreement_hash
+from fedhassle.federation.setup import keys
+from fedhassle.federation.setup import preflight as checks
+from fedhassle.provenance import own_code
+
+TERMS = DataTerms(("cat", "dog"), 16, 16, 1, (0.0,), (1.0,), flip=True, crop=1)
+AGREEMENT = Agreement("Zoo", "localhost:8443", TERMS)
+PATIENCE = 5
+
+
+class Papers:
+    """A certificate authority and a server certificate in a folder."""
+
+    def __init__(self, folder, names=("127.0.0.1",), start=None):
+        self.ca, self.certificate = folder / "ca.crt", folder / "server.crt"
+        self.key = folder / "private" / "server.key"
+        ca_key = folder / "private" / "ca.key"
+        keys.make_ca(ca_key, self.ca, folder.name)
+        keys.make_server_certificate(self.key, self.certificate, ca_key, self.ca, names, start)
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@contextlib.contextmanager
+def serving(answer=b"", papers=None):
+    """A server that answers every request so, with TLS if it has papers; ends with the block."""
+    context = None
+    if papers is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(papers.certificate, papers.key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return  # closed
+            plain.settimeout(PATIENCE)
+            with contextlib.suppress(OSError), plain:
+                talk = context.wrap_socket(plain, server_side=True) if context else plain
+                with talk:
+                    if talk.recv(4096):
+                        talk.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Address(*listener.getsockname())
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def http(date=None):
+    line = f"Date: {format_datetime(date, usegmt=True)}\r\n" if date else ""
+    return f"HTTP/1.1 404 Not Found\r\n{line}Content-Length: 0\r\n\r\n".encode()
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()
+
+
+def server_checks(address, ca):
+    found = checks.check_server(address, ca, PATIENCE)
+    assert [check.name for check in found] == ["address", "certificate", "clock"]
+    assert all(check.ok or check.advice or check.said.startswith("not tried") for check in found)
+    return found
+
+
+def test_a_sound_server_passes(papers):
+    with serving(http(datetime.now(UTC)), papers) as address:
+        reached, certificate, clock = server_checks(address, papers.ca)
+    assert reached.ok and certificate.ok and clock.ok
+    assert f"{address.host}:{address.port} answers" == reached.said
+    assert (
+        certificate.said.startswith("TLSv1.")
+        and f"certified by {papers.ca.parent.name} CA" in certificate.said
+    )
+    assert clock.said.startswith("within ")
+
+
+def test_a_server_that_tells_no_time_passes(papers):
+    for answer in (http(), b"", b"HTTP/1.1 200 OK\r\nDate: yesterday\r\n\r\n"):
+        with serving(answer, papers) as address:
+            clock = server_checks(address, papers.ca)[2]
+        assert clock.ok and "not known" in clock.said
+
+
+def test_no_server_at_the_port(papers):
+    reached, *others = server_checks(Address(*closed_port()), papers.ca)
+    assert not reached.ok and "refuses" in reached.said and "federation server" in reached.advice
+    assert [check.said for check in others] == ["not tried: the server does not answer"] * 2
+    assert not any(check.ok for check in others)
+
+
+def test_an_unknown_name(papers, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    reached = server_checks(Address("fl.invalid", 8443), papers.ca)[0]
+    assert not reached.ok and reached.said == "no address is known for fl.invalid" and "DNS" in reached.advice
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "advice"),
+    [
+        (TimeoutError("timed out"), "does not answer within", "port 8443 to be opened"),
+        (OSError(101, "Network is unreachable"), "Network is unreachable", "network"),
+    ],
+)
+def test_a_server_that_cannot_be_reached(papers, monkeypatch, error, said, advice):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    reached = server_checks(Address("10.0.0.7", 8443), papers.ca)[0]
+    assert not reached.ok and said in reached.said and advice in reached.advice
+
+
+def test_a_host_name_that_cannot_be_one(papers):
+    assert not server_checks(Address("a" * 70 + "ü", 8443), papers.ca)[0].ok
+
+
+def test_an_expired_certificate(tmp_path):
+    old = Papers(tmp_path, start=datetime.now(UTC) - timedelta(days=11 * 365))
+    with serving(http(), old) as address:
+        reached, certificate, clock = server_checks(address, old.ca)
+    assert reached.ok and not certificate.ok and not clock.ok
+    assert "has expired (it holds from 20" in certificate.said
+    assert f"clock says {datetime.now(UTC):%Y-%m}" in certificate.said and "timedatectl" in certificate.advice
+
+
+def test_a_certificate_of_the_future(tmp_path):
+    new = Papers(tmp_path, start=datetime.now(UTC) + timedelta(days=3))
+    with serving(http(), new) as address:
+        certificate = server_checks(address, new.ca)[1]
+    assert not certificate.ok and "is not valid yet" in certificate.said and "clock" in certificate.advice
+
+
+@pytest.mark.parametrize("names", [("fl.example.org", "10.0.0.7"), ("127.0.0.2",)])
+def test_a_certificate_for_other_names(tmp_path, names):
+    other = Papers(tmp_path, names)
+    with serving(http(), other) as address:
+        certificate = server_checks(address, other.ca)[1]
+    assert not certificate.ok
+    assert certificate.said == f"the certificate is not for 127.0.0.1 but for {', '.join(names)}"
+
+
+def test_a_host_name_that_the_certificate_lacks(papers):
+    with serving(http(), papers) as address:
+        certificate = server_checks(Address("localhost", address.port), papers.ca)[1]
+    assert not certificate.ok and "is not for localhost but for 127.0.0.1" in certificate.said
+
+
+def test_the_certificate_of_another_authority(papers, tmp_path):
+    stranger = Papers(tmp_path)
+    with serving(http(), stranger) as address:
+        certificate = server_checks(address, papers.ca)[1]
+    assert not certificate.ok and f"not signed by {papers.ca}" in certificate.said
+    assert "do not join" in certificate.advice
+
+
+def test_plain_http(papers):
+    with serving(http()) as address:
+        certificate = server_checks(address, papers.ca)[1]
+    assert not certificate.ok and "plain HTTP" in certificate.said and "do not join" in certificate.advice
+
+
+@pytest.mark.parametrize("answer", [b"", b"220 mail.example.org ESMTP\r\n"])
+def test_something_that_is_neither_tls_nor_http(papers, answer):
+    with serving(answer) as address:
+        certificate = server_checks(address, papers.ca)[1]
+    assert not certificate.ok and "no TLS connection comes about" in certificate.said
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_missing_or_wrong_ca_file(papers, tmp_path, content):
+    if content is not None:
+        (tmp_path / "ca.crt").write_text(content)
+    with serving(http(), papers) as address:
+        certificate = server_checks(address, tmp_path / "ca.crt")[1]
+    assert not certificate.ok and "ca.crt" in certificate.said and "ca.crt" in certificate.advice
+
+
+def test_a_clock_that_differs_from_the_servers(papers):
+    with serving(http(datetime.now(UTC) - timedelta(hours=1)), papers) as address:
+        clock = server_checks(address, papers.ca)[2]
+    assert not clock.ok and "ahead of the server's" in clock.said and "timedatectl" in clock.advice
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ok"), [(0, True), (4, True), (7, False), (-290, True), (-302, False), (-86400, False)]
+)
+def test_the_clock_may_differ_as_much_as_flower_allows(seconds, ok):
+    """A site ahead of the server by more than 5 seconds, or behind by more than 305, is refused by Flower."""
+    now = datetime(2030, 1, 1, 12, 0, 0, 500_000, UTC)
+    clock = checks.judged_clock(http(now - timedelta(seconds=seconds)), now)
+    assert clock.ok is ok
+    if not ok:
+        side = "ahead of" if seconds > 0 else "behind"
+        assert clock.said == f"this machine's clock is {abs(seconds):,} s {side} the server's"
+
+
+# What is here
+
+
+def test_the_limits_of_the_clock_are_flowers_own():
+    constant = pytest.importorskip("flwr.common.constant")
+    assert checks.AHEAD.seconds <= constant.SYSTEM_TIME_TOLERANCE
+    assert checks.BEHIND.seconds <= constant.TIMESTAMP_TOLERANCE + constant.SYSTEM_TIME_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("flower", "torch", "ok"),
+    [
+        *(("1.41.0", "2.13.0+cpu", True), ("1.41", "2.13", True), ("1.41.3rc1", "2.13", True)),
+        *(("1.40.9", "2.13", False), ("1.42.0", "2.13", False), ("2.0", "2.13", False)),
+        *((None, "2.13", False), ("1.41.0", None, False)),
+    ],
+)
+def test_versions(monkeypatch, flower, torch, ok):
+    monkeypatch.setattr(checks, "_installed", {"flwr": flower, "torch": torch}.get)
+    check = checks.check_versions()
+    assert check.ok is ok and f"flwr {flower or 'missing'}" in check.said and "fedhassle " in check.said
+    assert ("fedhassle[flower]" in check.advice) is not ok
+
+
+def test_the_file_is_the_one_that_the_others_have():
+    known = agreement_hash(AGREEMENT)
+    for expected in (None, known, f" {known.upper()}\n"):
+        check = checks.check_agreement(AGREEMENT, expected)
+        assert check.ok and known in check.said and "2 classes" in check.said
+    check = checks.check_agreement(AGREEMENT, "0123")
+    assert not check.ok and known in check.said and "0123" in check.said and "federation.toml" in check.advice
+
+
+def test_what_is_agreed_on_can_be_built_here(module):
+    check = checks.check_method(AGREEMENT)
+    assert check.ok and check.said == "hassle"
+    for run in ({"method": "own_check:Mine"}, {"net": "own_check:Mine"}):
+        check = checks.check_method(replace(AGREEMENT, run=run))
+        assert not check.ok and "'own_check:Mine' cannot be imported: ModuleNotFoundError" in check.said
+        assert "ask the coordinator for the file" in check.advice
+    module("own_check", "from fedhassle.methods import FedAvg as Mine")
+    check = checks.check_method(replace(AGREEMENT, run={"method": "own_check:Mine"}))
+    assert check.ok and check.said == f"own_check:Mine, code of own_check:Mine {own_code('own_check:Mine')}"
+    check = checks.check_method(replace(AGREEMENT, run={"method": {"name": "own_check:Mine", "batch": 0}}))
+    assert not check.ok and "method.batch" in check.said
+
+
+def test_the_key(tmp_path):
+    key, public = tmp_path / "private" / "north.key", tmp_path / "north.pub"
+    missing = checks.check_key(key)
+    assert not missing.ok and "does not exist" in missing.said and "federation join" in missing.advice
+    keys.make_site_key(key, public, "north")
+    check = checks.check_key(key)
+    assert check.ok and check.said == keys.fingerprint(keys.read_public_key(public))
+    key.chmod(0o640)
+    check = checks.check_key(key)
+    assert not check.ok and "mode 0640" in check.said and f"chmod 600 {key}" in check.advice
+    key.chmod(0o600)
+    key.write_text("x")
+    check = checks.check_key(key)
+    assert not check.ok and "no OpenSSH private key" in check.said
+
+
+def test_the_data(tmp_path):
+    place = tmp_path / "images"
+    (place / "cat").mkdir(parents=True)
+    check, site = checks.check_data(place, AGREEMENT)
+    assert not check.ok and site is None and f"fedhassle data check {place}" in check.advice
+    Image.new("L", (16, 16)).save(place / "cat" / "1.png")
+    (place / "2.png").write_bytes(b"x")
+    check, site = checks.check_data(place, AGREEMENT)
+    assert check.ok and check.said == "1 image, 1 labelled; 1 skipped: 2.png" and len(site.y) == 1
+    (place / "cat").rename(place / "cow")
+    check, site = checks.check_data(place, AGREEMENT)
+    assert not check.ok and site is None and "'cow' is none of the classes" in check.said
+
+
+def test_all_of_it(papers, tmp_path):
+    place, key = tmp_path / "images", tmp_path / "private" / "north.key"
+    place.mkdir()
+    Image.new("L", (16, 16)).save(place / "1.png")
+    keys.make_site_key(key, tmp_path / "north.pub", "north")
+    with serving(http(datetime.now(UTC)), papers) as address:
+        agreement = Agreement("Zoo", f"{address.host}:{address.port}", TERMS)
+        found = checks.preflight(agreement, papers.ca, key, place, expected_hash="0123", patience=PATIENCE)
+    names = ["versions", "agreement", "method", "key", "address", "certificate", "clock", "data"]
+    assert [check.name for check in found] == names
+    assert [check.name for check in found if not check.ok and check.name != "versions"] == ["agreement"]

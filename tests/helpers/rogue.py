@@ -1,0 +1,40 @@
+"""A node that misbehaves as a file beside its memory says: {round: what}. Without one it behaves."""
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from fedhassle.federation.messages import Content
+from fedhassle.federation.site import supernode, worker
+from fedhassle.federation.site.node import SiteNode
+
+honest = SiteNode.train
+
+
+def train(self, content):
+    orders = self.memory.parent / f"{self.name}.rogue"
+    told = json.loads(orders.read_text()) if orders.exists() else {}
+    what = told.get(str(content.words["round"]))
+    if what == "sleep":
+        (self.memory.parent / f"{self.name}.asleep").touch()
+        time.sleep(300)
+    if what == "raise":
+        raise MemoryError("no memory left")
+    answer = honest(self, content)
+    if what == "nan":
+        return Content(answer.words, {k: v * np.float32("nan") for k, v in answer.arrays.items()})
+    if what == "names":
+        return Content(answer.words, {f"{k}'": v for k, v in answer.arrays.items()})
+    if what == "shapes":
+        return Content(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
+    return answer
+
+
+if __name__ == "__main__":
+    if "--parent-pid" in sys.argv:
+        SiteNode.train = train
+        sys.exit(worker.main())
+    supernode.WORKER = "rogue"
+    supernode.main()

@@ -1,0 +1,413 @@
+"""Small things to test with: data, networks, federations and runs that train in milliseconds."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import fedhassle
+from fedhassle.cli.main import app, guarded
+from fedhassle.data.catalogue import Dataset
+from fedhassle.data.split.split import Split
+from fedhassle.engine.client import Samples, Site, train
+from fedhassle.engine.device import Engine
+from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.simulator import Simulator, dataset_views
+from fedhassle.engine.tensor_files import read_arrays
+from fedhassle.losses import cross_entropy
+from fedhassle.method import Client, Descent, Method, Phase, Stream
+from fedhassle.methods import Hassle
+from fedhassle.nets import Net
+from fedhassle.runs.launch import carry_out, claim, method_of, reopen
+from fedhassle.settings.build import build_dataset, build_split
+from fedhassle.settings.request import request
+from fedhassle.settings.schema import resolve
+
+CPU = torch.device("cpu")
+ENGINE = Engine(CPU)
+CLASSES = 4
+SIDE = 12
+
+
+class Linear(nn.Module):
+    """f(x; w) = W·x + b of the flattened image: a matrix product that NumPy can repeat. Has no width."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        self.output = nn.Linear(int(np.prod(shape)), classes)
+
+    def forward(self, x):
+        return self.output(x.flatten(1))
+
+
+class ConvNet(nn.Module):
+    """Convolution, BatchNorm, linear: the smallest network with every kind of tensor that travels."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        planes = max(1, round(8 * width))
+        self.norm = nn.BatchNorm2d(planes)  # before the convolution, so that the layout has to reorder
+        self.conv = nn.Conv2d(shape[0], planes, 3, stride=2)
+        self.output = nn.Linear(planes, classes)
+
+    def forward(self, x):
+        return self.output(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Normed(nn.Module):
+    """BatchNorm of each pixel, then linear: the smallest network in which samples of a batch meet."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(int(np.prod(shape)))
+        self.output = nn.Linear(int(np.prod(shape)), classes)
+
+    def forward(self, x):
+        return self.output(self.norm(x.flatten(1)))
+
+
+class NoisyNet(nn.Module):
+    """A linear network behind dropout, with an integer buffer that is a constant."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        pixels = int(np.prod(shape))
+        self.register_buffer("order", torch.arange(pixels - 1, -1, -1))
+        self.dropout = nn.Dropout(0.5)
+        self.output = nn.Linear(pixels, classes)
+
+    def forward(self, x):
+        return self.output(self.dropout(x.flatten(1)[:, self.order]))
+
+
+def net(build=ConvNet, channels=1, side=SIDE, classes=CLASSES, width=1.0):
+    return Net(build, (channels, side, side), classes, width)
+
+
+def dataset(channels=1, side=SIDE, train=120, flip=False, crop=0, seed=0):
+    """Class centres plus noise, so that a few steps learn something and labels are not random."""
+    rng = np.random.default_rng(seed)
+    centres = rng.integers(60, 196, (CLASSES, side, side, channels))
+
+    def images(n):
+        y = np.arange(n) % CLASSES
+        x = centres[y] + rng.normal(0, 25, (n, side, side, channels))
+        return np.clip(x, 0, 255).astype(np.uint8), y
+
+    names = tuple("abcd")
+    return Dataset(
+        "small",
+        *images(train),
+        *images(40),
+        names,
+        "lenet",
+        (0.5,) * channels,
+        (0.25,) * channels,
+        flip,
+        crop,
+    )
+
+
+def rows(start, stop):
+    return np.arange(start, stop)
+
+
+SPLIT = Split(  # one full client, three partial ones, two unlabelled ones, of unequal sizes
+    labelled=(rows(0, 20), rows(20, 26), rows(26, 35), rows(35, 36), rows(0, 0), rows(0, 0)),
+    unlabelled=(rows(0, 0), rows(36, 50), rows(50, 61), rows(61, 80), rows(80, 97), rows(97, 120)),
+)
+FULL, PARTIAL, LONE_LABEL, UNLABELLED = "client 1", "client 2", "client 4", "client 5"
+
+
+def simulator(data=None, seed=0, only=None):
+    """The six clients of `SPLIT`, or those named in `only`."""
+    made = Simulator(dataset() if data is None else data, SPLIT, seed, ENGINE)
+    if only is not None:
+        made.clients = tuple(c for c in made.clients if c.name in only)
+    return made
+
+
+def simulate(method, rounds, seed=0, per_round=4, state=None, first=1, only=None, data=None):
+    """The rounds of a small run."""
+    plan = Plan(rounds, per_round, seed)
+    state = method.initial(seed) if state is None else state
+    return list(federate(method, simulator(data, seed, only), plan, state, first))
+
+
+def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
+    """One client that holds the given rows."""
+    data = dataset() if data is None else data
+    y = torch.from_numpy(np.asarray(data.y_train, np.int64))
+    known, unknown = (torch.tensor(list(part), dtype=torch.long) for part in (labelled, unlabelled))
+    samples = Samples(torch.from_numpy(data.x_train), known, y[known], unknown, y[unknown] if truth else None)
+    return Site(Client(name, len(known), len(unknown)), samples, dataset_views(data, CPU))
+
+
+def beside(*sites):
+    """The same clients on one table of images, as a simulator has them."""
+    images, views = sites[0].samples.images, sites[0].views
+    return [Site(client, samples._replace(images=images), views) for client, samples, _ in sites]
+
+
+def same(a, b):
+    """Whether two mappings of names to tensors are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# Local training
+
+QUICK = {"batch": 8, "epochs": 2}
+
+
+def hassle(**settings):
+    return Hassle(net(), **{**QUICK, "residual_steps": 5, **settings})
+
+
+def trained(method, here, state=None, t=1, seed=0):
+    """A client's update, from a message of the initial state unless another is given."""
+    state = method.initial(0) if state is None else state
+    return train(method, here, method.message(state, here.client, t), None, t, seed)[0]
+
+
+# All methods
+
+# Settings with which few steps on small networks use all that a method has.
+TELLING = {
+    "mixmatch": {"rounds": 4},
+    "fixmatch": {"confidence": 0.3},
+    "fedmatch": {"confidence": 0.3, "helper_rounds": 2, "least_change": 0.001, "unlabelled": True},
+    "rscfed": {"subsets": 2, "subset_size": 3, "partial": "mixed"},
+    "hassle": {"residual_steps": 2},
+    "fixmatch-global": {"confidence": 0.3},
+    "sage": {"confidence": 0.3, "halving": 0.3},
+    "central": {"steps": 2},
+}
+
+
+# A method whose clients keep something, with draws, `then` and two streams
+
+
+@dataclass(frozen=True)
+class Tutored(Method):
+    """A student on labelled batches of 6 and unlabelled ones of 4, and a teacher that averages it.
+
+    Loss: ℓ(student(x_L), y) + c·mean (student(x_U) − teacher(x_U))², c a draw for each step. The teacher and
+    its count s of steps stay with the client: teacher ← teacher + (student − teacher)/(s + 2).
+    """
+
+    def networks(self):
+        return {"w": self.net, "teacher": self.net}
+
+    def initial(self, seed):
+        return {"w": self.net.initial(seed)}
+
+    def memory(self, client, message):
+        return {"teacher": message["w"], "s": torch.zeros(1)}
+
+    def phases(self, client, t):
+        streams = (Stream("labelled", 6), Stream("unlabelled", 4, views=("weak", "clean")))
+        descent = Descent("w", self.loss, self.sgd())
+        return (Phase("both", streams, (descent,), self.epochs, then=self.follow, draw=self.weight),)
+
+    def weight(self, rng):
+        return rng.uniform(0, 2, 1)
+
+    def loss(self, local, received, labelled, unlabelled, c):
+        gap = local["w"](unlabelled.views[0]) - local["teacher"](unlabelled.views[1])
+        return cross_entropy(local["w"](labelled.views[0]), labelled.y) + (c * gap.square()).mean()
+
+    def follow(self, local, received):
+        share = 1 / (local["s"] + 2)
+        return {"teacher": local["teacher"].lerp(local["w"], share), "s": local["s"] + 1}
+
+    def predict(self, state, x):
+        return {"model": self.net.logits(state["w"], x)}
+
+
+# Settings
+
+SETTINGS = {  # fit the images of the fixture `images`
+    "split.clients": 6,
+    "split.labels": {"full": 1, "partial": 2, "unlabelled": 3, "share": 0.3},
+    "clients_per_round": 4,
+    "method.batch": 16,
+}
+
+
+def save_images(path, data):
+    """Writes a data set as the .npz file of a user."""
+    np.savez(path, x_train=data.x_train, y_train=data.y_train, x_test=data.x_test, y_test=data.y_test)
+
+
+def resolved(*words, config="paper"):
+    """The settings of words over a preset."""
+    return resolve(request(config, words))
+
+
+def built(settings):
+    """All that a run builds before it trains."""
+    made = build_dataset(settings, progress=False)
+    split = build_split(settings, made)
+    return made, split, method_of(settings, made, split)
+
+
+# The command line
+
+PNG = b"\x89PNG\r\n\x1a\n"
+LIMIT = 120  # seconds after which a process counts as hung
+
+
+def call(*words):
+    """Exit code, output and error output of a command, as the console script gives them."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = guarded(lambda: app([str(word) for word in words]))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def command(words, output):
+    """The command line as the whole of a process; what it prints goes to a file."""
+    with open(output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):  # noqa: PTH123
+        sys.exit(guarded(lambda: app(words)))
+
+
+def kill_when(process, folder, condition, delay):
+    """SIGKILL once something is so, and a little later; the end of the process is no failure."""
+    deadline = time.monotonic() + LIMIT
+    while process.is_alive() and not condition(folder):
+        assert time.monotonic() < deadline, "the process hangs"
+    time.sleep(delay)
+    process.kill()
+    process.join(LIMIT)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
+
+
+def environment(**changes):
+    """The environment of a process that runs this checkout."""
+    root = str(Path(fedhassle.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def interruptible(*words):
+    """What starts a command that heeds Ctrl-C, though tests in the background of a script ignore it."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; from fedhassle.cli.main import main; main()"
+    return [sys.executable, "-c", code, *map(str, words)]
+
+
+def process(*words, **changes):
+    """A command in a process of its own, to its end."""
+    command = [sys.executable, "-m", "fedhassle", *map(str, words)]
+    return subprocess.run(
+        command, env=environment(**changes), capture_output=True, timeout=LIMIT, check=False
+    )
+
+
+# A method of the user's own whose clients keep something under the name NAME
+
+KEEPS = """
+    from dataclasses import dataclass
+    from fedhassle import Phase
+    from fedhassle.methods.fedavg import FedAvg
+
+    @dataclass(frozen=True)
+    class Keeps(FedAvg):
+        "FedAvg whose clients are pulled towards the mean of what they ended with in earlier rounds."
+
+        def memory(self, client, message):
+            return {"NAME": message["w"].clone()}
+
+        def networks(self):
+            return {**super().networks(), "NAME": self.net}
+
+        def phases(self, client, t):
+            return tuple(self.keeping(phase) for phase in super().phases(client, t))
+
+        def keeping(self, phase):
+            (descent,) = phase.descents
+            pulled = type(descent)("w", self.pull, descent.sgd)
+            return Phase(phase.name, phase.streams, (pulled,), phase.epochs, then=self.keep)
+
+        def pull(self, local, received, batch):
+            gap = local["w"].weights - local["NAME"].weights
+            return super().loss(local, received, batch) + 0.1 * gap.square().sum()
+
+        def keep(self, local, received):
+            return {"NAME": local["NAME"].lerp(local["w"], 0.3)}
+"""
+
+
+# Run folders
+
+
+def strict(text):
+    """JSON as the standard has it: without NaN and infinity."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def summary_of(folder):
+    return strict((folder / "summary.json").read_text("utf-8"))
+
+
+def metrics_of(folder):
+    return [strict(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def but_seconds(metrics):
+    """Lines of metrics, but for the time they took."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics]
+
+
+def tensors_of(path):
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator
+
+
+def checkpoints(folder):
+    return sorted((folder / "checkpoints").glob("round-*.safetensors"))
+
+
+def kept_by(folder):
+    """What a run's clients keep: arrays by (client, round)."""
+    found = [read_arrays(path) for path in sorted((folder / "memory").rglob("round-*"))]
+    return {(about["client"], about["round"]): arrays for arrays, about in found}
+
+
+def cut(words, folder, rounds):
+    """A run that is left after some rounds, as if the process had ended there."""
+    steps = carry_out(reopen(claim(request(None, words), folder).path))
+    for _ in range(rounds):
+        next(steps)
+    steps.close()
+
+
+def assert_same_result(folder, whole):
+    """Equal metrics, accuracies and model, bit for bit; nothing half-written is left."""
+    assert but_seconds(metrics_of(folder)) == but_seconds(metrics_of(whole))
+    mine, other = summary_of(folder), summary_of(whole)
+    for key in ("accuracy", "rounds", "settings", "settings_hash", "split_hash", "seed"):
+        assert mine[key] == other[key]
+    assert same(tensors_of(folder / "model.safetensors"), tensors_of(whole / "model.safetensors"))
+    kept, expected = kept_by(folder), kept_by(whole)
+    assert kept.keys() == expected.keys() and all(same(kept[k], expected[k]) for k in kept)
+    assert {path.name for path in folder.rglob("*")} == {path.name for path in whole.rglob("*")}

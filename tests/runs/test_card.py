@@ -1,0 +1,151 @@
+"""The model card beside a model."""
+
+import re
+
+import pytest
+from small import call, summary_of
+
+import fedhassle
+from fedhassle.runs.card import model_card
+from fedhassle.runs.record import STANDS_IN
+
+
+def took_part(least=3, most=3, mean=3.0, **rounds):
+    """What a federation's summary says of its sites, by the rounds that each contributed to."""
+    sites = {name: {"labelled": 9, "unlabelled": 1, "rounds": n} for name, n in rounds.items()}
+    return {"sites": sites, "sites_per_round": {"least": least, "most": most, "mean": mean}}
+
+
+@pytest.fixture(scope="module")
+def made(finished):
+    """What the card of a finished run is made from."""
+    return summary_of(finished[0]), fedhassle.load(finished[0]).about
+
+
+def facts(card):
+    """The table of facts."""
+    return dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", card, re.MULTILINE))
+
+
+def test_a_run_leaves_the_card_of_its_model(finished, made):
+    assert (finished[0] / "model.md").read_text("utf-8") == model_card(*made)
+
+
+def test_the_card_says_what_trained_the_model(made):
+    summary, about = made
+    card = model_card(summary, about)
+    assert card.startswith("# hassle on small.npz\n")
+    found = facts(card)
+    assert found["sites"] == "6 (1 full, 2 partial, 3 unlabelled); 72 images with labels, 168 without"
+    assert found["rounds"] == "4, 4 sites in each" and found["seed"] == "0"
+    assert found["classes"] == "0, 1, 2, 3" and found["network"] == "lenet"
+    assert found["images"].startswith("12×12, grey; normalised with mean 0.")
+    assert "residual_steps=2" in found["method"] and "tau=2.0" in found["method"]
+    assert "kind=authors" in found["split"] and summary["split_hash"][:12] in found["split"]
+    assert summary["hardware"]["cpu"] in found["trained on"]
+    assert all(f"{name} {version}" in found["versions"] for name, version in summary["versions"].items())
+    assert summary["settings_hash"] in found["settings"]
+
+
+def test_the_card_has_the_accuracies(made):
+    summary, about = made
+    rows = re.findall(
+        r"^\| \**(\w+)\** \| ([\d.]+) \| ([\d.]+) \|$", model_card(summary, about), re.MULTILINE
+    )
+    expected = [
+        (name, f"{100 * score['mean_of_last']:.2f}", f"{100 * score['last']:.2f}")
+        for name, score in summary["accuracy"].items()
+    ]
+    assert "| prediction | last 2 evaluations | last round |" in model_card(summary, about)
+    longer = {**summary, "history": summary["history"] * 6}
+    assert "mean of the last 10 evaluations of the run" in model_card(longer, about)
+    assert rows == expected and "| **EM** |" in model_card(summary, about)
+
+
+def test_the_card_says_what_it_was_tested_on(made):
+    summary, about = made
+    assert "On the test images of small.npz, which took no part in training" in model_card(summary, about)
+    data = {**summary["settings"]["data"], "holdout": 0.1}
+    held = {**summary, "settings": {**summary["settings"], "data": data}}
+    assert "On 10% of the training images of small.npz" in model_card(held, about)
+
+
+def test_the_card_of_a_federations_model_knows_its_sites(made):
+    """Who holds what is not the server's to say, and the figures are the sites' own."""
+    summary, about = made
+    card = model_card({**summary, **took_part(north=4, south=4, east=4)}, about)
+    found = facts(card)
+    assert found["split"] == "none: each site has its own images"
+    assert found["rounds"] == "4, 3 sites in each"
+    assert found["trained on"].startswith("the sites' own machines in ")
+    assert "On the validation images that the sites keep, which took no part in training" in card
+
+
+def test_the_card_counts_sites_by_what_they_contributed(made):
+    summary, about = made
+    found = facts(model_card({**summary, **took_part(2, 3, 2.75, north=4, south=4, east=3)}, about))
+    assert found["rounds"] == "4, 2 to 3 sites in each (mean 2.8)" and "contribution" not in found["sites"]
+    found = facts(model_card({**summary, **took_part(1, 1, 1.0, north=4, south=0, east=0)}, about))
+    assert found["rounds"] == "4, 1 site in each"
+    assert found["sites"].endswith("168 without; without a contribution: south, east")
+
+
+def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
+    summary, about = made
+    lines = summary["history"]
+    stood_in = [{**metrics, STANDS_IN: True} for metrics in lines]
+    for history, expected in (
+        (lines, "On the validation images that the sites keep, which took no part"),
+        (stood_in, "On the images that the coordinator keeps, which took no part"),
+        (stood_in + 5 * lines, "On the validation images that the sites keep, which took no part"),
+        (
+            lines + stood_in[:1],
+            "On the validation images that the sites keep (at 1 of 3 evaluations no site ",
+        ),
+    ):
+        assert expected in model_card({**summary, **took_part(north=4), "history": history}, about)
+
+
+def test_the_card_has_the_figures_of_a_test_beside_validation(made):
+    """Means of the last ten, of those that have a test; without one at the end there is nothing to say."""
+    summary, about = made
+    lines = [{**summary["history"][-1], "test": {"EM": k / 20, "SM": 0.5}} for k in range(12)]
+    federation = {**summary, **took_part(north=4)}
+    card = model_card({**federation, "history": summary["history"] + lines}, about)
+    _, beside = card.split("And on the images that the coordinator keeps for a test:\n\n")
+    assert beside.startswith("| prediction | last 10 evaluations | last round |\n|---|---|---|\n")
+    assert "| SM | 50.00 | 50.00 |\n| **EM** | 32.50 | 55.00 |\n\n## Intended" in beside  # as above it
+    alone = [{**line, STANDS_IN: True} for line in lines]
+    for history in (summary["history"], lines + summary["history"], alone):
+        assert "for a test" not in model_card({**federation, "history": history}, about)
+
+
+def test_the_limits_are_two_sentences(made):
+    text = model_card(*made)
+    limits = text[text.index("## Intended use and limits") :].split("\n\n")[1]
+    assert limits.count(". ") == 1 and limits.endswith(".")
+    assert "fedhassle evaluate" in limits and "no medical device" in limits
+
+
+def test_no_name_breaks_the_card(made):
+    summary, about = made
+    odd = {
+        **about,
+        "class_names": ["a|b", "new\nline", *(f"class {k}" for k in range(60))],
+        "mean": [0, 0, 0],
+    }
+    card = model_card({**summary, "data": "x|y.npz"}, {**odd, "shape": [3, 8, 9]})
+    found = facts(card)
+    assert found["classes"].startswith(r"a\|b, new line, class 0") and found["classes"].endswith(
+        "and 32 more"
+    )
+    assert found["images"].startswith("8×9, colour; normalised with mean (0, 0, 0)")
+
+
+def test_a_saved_split_and_a_reference_have_cards(without_residuals, finished, tmp_path):
+    words = [word for word in without_residuals if not word.startswith("split.")]
+    words += [f"split.file={finished[0] / 'split.npz'}", "method=central", "rounds=1"]
+    assert call("run", *words, "--out", tmp_path / "run")[0] == 0
+    found = facts((tmp_path / "run" / "model.md").read_text("utf-8"))
+    assert found["split"].startswith("from a file; sha256")
+    assert found["sites"].startswith("6 (1 full")

@@ -1,0 +1,147 @@
+"""Settings that are refused, and how the message names them."""
+
+import math
+
+import pytest
+import small
+from small import built, resolved
+
+from fedhassle.errors import UserError
+from fedhassle.settings.request import Requested, request
+from fedhassle.settings.schema import require_finite, resolve
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "nearest"),
+    [
+        ("round=5", "round", "rounds"),
+        ("sede=5", "sede", "seed"),
+        ("splits.alpha=1", "splits", "split"),
+        ("split.alhpa=1", "split.alhpa", "split.alpha"),
+        ("split.client=3", "split.client", "split.clients"),
+        ("data.Folder=x", "data.Folder", "data.folder"),
+        ("client_per_round=1", "client_per_round", "clients_per_round"),
+        ("method.epoch=1", "method.epoch", "method.epochs"),
+        ("method.residual_step=1", "method.residual_step", "method.residual_steps"),
+        ("method.TAU=1", "method.TAU", "method.tau"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(word, key, nearest):
+    """One of a method also with the method."""
+    with pytest.raises(UserError) as caught:
+        resolved(word)
+    of = " of hassle" if key.startswith("method.") else ""
+    assert str(caught.value) == f"unknown setting {key!r}{of}, did you mean {nearest!r}?"
+
+
+def test_a_key_that_another_method_has_says_which_one_lacks_it():
+    with pytest.raises(UserError, match=r"^unknown setting 'method\.residual_steps' of fedavg \(known are "):
+        resolved("method.residual_steps=2", "method=fedavg")
+
+
+@pytest.mark.parametrize("key", ["method.foo", "split.foo", "data.foo"])
+def test_what_stands_before_a_key_makes_it_near_to_none(key):
+    with pytest.raises(UserError, match=rf"unknown setting '{key}'( of hassle)? \(known are "):
+        resolved(f"{key}=1")
+
+
+def test_an_unknown_key_that_is_near_to_none_lists_all():
+    with pytest.raises(UserError, match=r"unknown setting 'zzz' \(known are data, net, seed, rounds,"):
+        resolved("zzz=1")
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(UserError) as caught:
+        resolved("rounds=0", "sede=1", "split.alpha=x")
+    assert [line.partition(":")[0] for line in sorted(str(caught.value).splitlines())] == [
+        "rounds",
+        "split.alpha",
+        "unknown setting 'sede', did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("rounds=0", "rounds=-3", "rounds=1.5", "rounds=many", "rounds=true", "rounds=[1]", "rounds=nan"),
+        *("seed=-1", "seed=4294967296", "seed=x", "clients_per_round=0", "evaluate_every=0"),
+        *("threads=-1", "threads=2000", "device=tpu", "device=CPU", "net=3", "data=3", "data.flip=1"),
+        *("data.holdout=1", "data.holdout=-0.1", "data.holdout=nan", "data.crop=-1", "data.mean=0.5"),
+        *("split=x", "split.kind=even", "split.annotation=other", "split.clients=2.5", "split.seed=-1"),
+        *("method=[]", "method.epochs=1.5", "method.gra=1", "method.proximity=cubed", "method.lr=fast"),
+        *("method.clip=true", "method.pseudo_labels=never", "method.net=lenet"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_its_key(word):
+    key = word.partition("=")[0]
+    with pytest.raises(UserError, match=rf"{key}|{key}\.name"):
+        resolved(word)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            "method.batch=0",
+            "method.batch=100000000000000",
+            "method.epochs=0",
+            "method.lr=0",
+            "method.lr=nan",
+        ),
+        *("method.lr=inf", "method.momentum=1", "method.momentum=-1", "method.clip=-1", "method.clip=nan"),
+        *("method.gamma=-1", "method.lam=nan", "method.tau=0", "method.residual_width=0"),
+        *("method.residual_width=1.1", "method.residual_steps=0", "method.confidence=2", "method.warmup=-1"),
+        *("split.alpha=0", "split.alpha=nan", "split.clients=0", "split.size=0", "split.ratio=-1"),
+        *("split.labels=11%", "split.labels=[]", "split.labels={}", "split.labels=true", "split.labels=10%"),
+        *("data.std=[0]", "data.mean=[nan]", "data.mean=[0.5,0.5]", "data.crop=12", "split.file=nothere"),
+        *("net=lenett", "net=nothing_of_that_name:Net", "data=nothere.npz", "data=fmnst", "data="),
+    ],
+)
+def test_a_value_that_cannot_work_is_an_error_that_names_its_key(word, images):
+    changes = dict([word.split("=", 1)])
+    value = request("paper", [word]).layers[-1]
+    key = next(iter(changes))
+    with pytest.raises(UserError) as caught:
+        built(
+            resolve(Requested((request("paper", {**small.SETTINGS, "data": str(images)}).layers[1], value)))
+        )
+    assert key.rpartition(".")[2] in str(caught.value) or changes[key] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ({"split": {"file": "/s.npz", "alpha": 0.5}},),
+        ({"split": {"file": "/s.npz"}}, {"split": {"alpha": 0.5}}),
+        ({"split": {"clients": 3}}, {"split": {"file": "/s.npz"}}, {"split": {"alpha": 0.5}}),
+    ],
+    ids=["beside", "above", "below and above"],
+)
+def test_nothing_is_said_of_splits_beside_a_split_in_a_file(layers):
+    with pytest.raises(UserError) as caught:
+        resolve(Requested(layers))
+    assert str(caught.value) == "split.file=/s.npz says who holds what, whole: leave out split.alpha"
+
+
+def test_an_infinite_clip_is_refused(images):
+    """It is no number that a summary could hold; 0 switches clipping off."""
+    with pytest.raises(UserError, match="clip"):
+        built(resolve(request("paper", {**small.SETTINGS, "data": str(images), "method.clip": math.inf})))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a": math.inf}, "a must be finite, got inf"),
+        ({"a": {"b": -math.inf}}, "a.b must be finite, got -inf"),
+        ({"a": {"b": [1.0, {"c": math.nan}]}}, "a.b.1.c must be finite, got nan"),
+    ],
+)
+def test_what_is_not_finite_is_refused_wherever_it_lies(settings, message):
+    with pytest.raises(UserError) as caught:
+        require_finite(settings)
+    assert str(caught.value) == message
+
+
+def test_all_that_is_finite_passes():
+    require_finite({"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []})
