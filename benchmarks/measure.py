@@ -208,9 +208,9 @@ def flops_of_step(method: Method, simulator: Simulator) -> dict[str, float]:
 
 def flops_of(job: Job, kept: Arrays) -> float:
     """FLOPs of the first step of a job."""
-    buffers, course = prepare(job, job.message | kept, kept), draw(job).between(0, 1)
+    buffers, schedule = prepare(job, job.message | kept, kept), draw(job).between(0, 1)
     with FlopCounterMode(display=False) as counter:
-        advance(job, buffers, course)
+        advance(job, buffers, schedule)
     return float(counter.get_total_flops())
 
 

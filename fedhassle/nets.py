@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,13 +19,13 @@ from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
 CPU = torch.device("cpu")
-# Entries to which each tensor of a flat vector is aligned, so that in float32 and in bfloat16 alike it begins
-# at a multiple of 16 bytes: kernels of CUDA load so many at once, and a BatchNorm whose gains begin elsewhere
-# ends in "misaligned address".
+# Each tensor of a flat vector starts at a multiple of so many entries, hence of 16 bytes in float32 and
+# bfloat16. CUDA kernels load 16 bytes at once, and a BatchNorm with unaligned gains fails with "misaligned
+# address".
 ALIGNED = 8
-# Images in one pass without gradients. A GPU is held up by launches (1,000 at once: 2 % of a HASSLE round), a
-# CPU by the memory that each of its cores takes. Of those with more pixels than `SMALL` fewer go at once:
-# their feature maps fill the memory.
+# Images in one forward pass without gradients. Small passes slow a GPU down by kernel launches (passes of
+# 1,000 cost 2 % of a HASSLE round); large passes need memory on each core of a CPU. Images with more than
+# `SMALL` pixels go in smaller passes, since their feature maps take more memory.
 IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
 SMALL = 32 * 32
 Shape = tuple[int, int, int]  # channels, height, width of an image
@@ -33,7 +34,7 @@ Shape = tuple[int, int, int]  # channels, height, width of an image
 class LeNet(nn.Module):
     """LeNet-5 with ReLU and max-pooling (the paper's network for Fashion-MNIST)."""
 
-    clip = 1.0  # without BatchNorm, lr 0.1 lets its weights run away when the gradient is clipped at 5
+    clip = 1.0  # without BatchNorm, its weights diverge at lr 0.1 if the gradient is clipped at 5
 
     def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -48,8 +49,8 @@ class LeNet(nn.Module):
         self.hidden1 = nn.Linear(c2 * ((height // 2 - 4) // 2) * ((across // 2 - 4) // 2), d1)
         self.hidden2 = nn.Linear(d1, d2)
         self.output = nn.Linear(d2, classes)
-        # He's initialisation: PyTorch's own starts with logits that hardly depend on the image, and before
-        # they do, clients with two or three classes have killed the units: stuck at chance (docs/paper.md).
+        # He initialisation: with PyTorch's default, logits hardly depend on the image at first, and training
+        # on clients with two or three classes kills the units and stays at chance (docs/paper.md).
         for layer in self.children():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -58,7 +59,7 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits."""
-        x = F.relu(max_pool(self.conv1(x)))  # in this order the same, and a quarter of the ReLU's work
+        x = F.relu(max_pool(self.conv1(x)))  # same as pooling after the ReLU, with a quarter of its work
         x = F.relu(max_pool(self.conv2(x)))
         x = F.relu(self.hidden1(x.flatten(1)))
         z: Tensor = self.output(F.relu(self.hidden2(x)))  # (B, M)
@@ -66,33 +67,33 @@ class LeNet(nn.Module):
 
 
 def max_pool(x: Tensor) -> Tensor:
-    """The maximum of each 2×2 square."""
+    """Max-pooling over 2×2 squares."""
     if x.requires_grad and not torch.are_deterministic_algorithms_enabled():
         return F.max_pool2d(x, 2)
-    # Of slices where no gradient is needed: a tenth of the time on a CPU, for the few channels of LeNet. And
-    # where bits matter: CUDA adds up the gradients of the other in any order.
+    # Slices take a tenth of the time on a CPU for LeNet's few channels, if no gradient is needed. They are
+    # also deterministic, while CUDA sums the gradients of `max_pool2d` in any order.
     x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
     x = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
     return torch.maximum(x[..., ::2], x[..., 1::2])
 
 
 class Stem(nn.Conv2d):
-    """A convolution of an image's few channels; in bfloat16 made to suit matrix units, which want eight."""
+    """A convolution of an image's few channels; in bfloat16 padded to multiples of eight for matrix units."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the same as its parent, but for rounding."""
+        """Returns the same features as its parent class, up to rounding."""
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         return self.product(x) if self.out_channels % 8 == 0 else self.padded(x)
 
     def padded(self, x: Tensor) -> Tensor:
-        """A convolution of whole eights of channels, the last of which are zero."""
+        """Pads the channels with zeros to a multiple of eight."""
         more = (0, 0, 0, 0, 0, -x.shape[1] % 8)
         z: Tensor = self._conv_forward(F.pad(x, more), F.pad(self.weight, more), self.bias)
         return z
 
     def product(self, x: Tensor) -> Tensor:
-        """One matrix product, of what lies under the kernel at each pixel: faster where planes are many."""
+        """One product with the patches under the kernel, which is faster for many planes."""
         (height, width), (top, left) = self.kernel_size, map(int, self.padding)
         x = F.pad(x.to(self.weight.dtype), (left, left, top, top))
         under = x.unfold(2, height, self.stride[0]).unfold(3, width, self.stride[1])
@@ -104,9 +105,9 @@ class Stem(nn.Conv2d):
 
 
 class Shortcut(nn.Conv2d):
-    """A 1×1 convolution of every so many pixels: these are taken first, and the rest is a matrix product.
+    """A 1×1 convolution of every n-th pixel: pixels are selected first, and the rest is a matrix product.
 
-    The same as with a stride, in 0.4 times the time on a CPU.
+    Same result as with a stride, in 0.4 times the time on a CPU.
     """
 
     def __init__(self, inputs: int, planes: int, stride: int) -> None:
@@ -114,13 +115,15 @@ class Shortcut(nn.Conv2d):
         self.every = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns every so many pixels of the features."""
+        """Returns the features of every n-th pixel."""
         taken = x[:, :, :: self.every, :: self.every]
-        return super().forward(taken.contiguous(memory_format=torch.channels_last))  # once, for both passes
+        return super().forward(
+            taken.contiguous(memory_format=torch.channels_last)
+        )  # one copy for forward and backward
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions around a shortcut, which is a 1×1 convolution where the shape changes."""
+    """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution where the shape changes."""
 
     def __init__(self, inputs: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -162,37 +165,94 @@ class ResNet8(nn.Module):
         return z
 
 
-# Modules draw their weights, and dropout its masks, from one state of the whole process: whoever sets it and
-# draws from it does so alone.
+# Held while using PyTorch's global random state, from which modules draw their weights and dropout its masks.
 drawing = threading.RLock()
+
+
+class CaptureLock:
+    """Keeps networks that run eagerly apart from CUDA graph captures in other threads.
+
+    A library that times its kernels on new shapes waits for the whole device. CUDA forbids that during a
+    capture, and invalidates the capture. So either one thread captures, or any number of threads run
+    networks.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._capturing = False
+        self._waiting = 0  # captures
+        self._eager = 0  # threads
+        self._depth = threading.local()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Waits until no graph is being captured; networks may run in the block. Re-entrant."""
+        depth = getattr(self._depth, "n", 0)
+        if not depth:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._capturing and not self._waiting)
+                self._eager += 1
+        self._depth.n = depth + 1
+        try:
+            yield
+        finally:
+            self._depth.n = depth
+            if not depth:
+                with self._changed:
+                    self._eager -= 1
+                    self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Waits until no other thread runs networks; a graph may be captured in the block.
+
+        Within it `eager` does not wait. Must not be entered within `eager`, for which it would wait forever.
+        """
+        assert not getattr(self._depth, "n", 0)
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._capturing and not self._eager)
+            self._waiting -= 1
+            self._capturing = True
+        self._depth.n = 1
+        try:
+            yield
+        finally:
+            self._depth.n = 0
+            with self._changed:
+                self._capturing = False
+                self._changed.notify_all()
+
+
+CAPTURE_LOCK = CaptureLock()
 
 NETS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "resnet8": ResNet8}
 
 
 def images_a_pass(images: Tensor) -> int:
-    """How many of the images (N, H, W, C) go through a network at once where no gradient is needed."""
+    """Number of images (N, H, W, C) in one forward pass without gradients."""
     _, height, width, _ = images.shape
     return max(1, IMAGES_A_PASS[images.device.type] * SMALL // max(SMALL, height * width))
 
 
 class Piece(NamedTuple):
-    """One tensor of a module and where it lies in the flat vector."""
+    """One tensor of a module, as a slice of the flat vector."""
 
     name: str
     shape: torch.Size
 
     @property
     def size(self) -> int:
-        """The number of entries."""
+        """Number of entries."""
         return self.shape.numel()
 
     @property
     def room(self) -> int:
-        """The entries of its slice, with zeros at the end so that the next one is aligned."""
+        """Number of entries of its slice, with zeros at the end that align the next one."""
         return -(-self.size // ALIGNED) * ALIGNED
 
     def view(self, flat: Tensor) -> Tensor:
-        """The tensor itself, a view of its slice; kernels lie channels_last."""
+        """The tensor as a view of its slice; kernels are in channels_last order."""
         if self.room != self.size:
             flat = flat[: self.size]
         if len(self.shape) != 4:
@@ -211,8 +271,8 @@ class Net:
 
     A vector that travels holds, in this order: kernels and biases, BatchNorm's gains and shifts (together
     the weights), running means and variances (the statistics), each tensor padded with zeros that stay zero.
-    `build(shape, classes, width)` makes the module; any `nn.Module` will do whose buffers are BatchNorm
-    statistics or constants.
+    `build(shape, classes, width)` makes the module: any `nn.Module` whose buffers are BatchNorm statistics or
+    constants.
     """
 
     def __init__(
@@ -231,7 +291,7 @@ class Net:
         self._statistic_pieces = [Piece(k, v.shape) for k, v in buffers.items() if v.is_floating_point()]
         self._constants = {CPU: {k: v for k, v in buffers.items() if not v.is_floating_point()}}
         self.n_parameters = sum(piece.size for piece in self._weight_pieces)
-        # What a vector holds, in entries: each tensor, then the three stretches that the docstring names.
+        # Sizes in entries: of each tensor, then of the three parts of a vector that the docstring names.
         self.weight_sizes = [piece.room for piece in self._weight_pieces]
         self.statistic_sizes = [piece.room for piece in self._statistic_pieces]
         normed = normalisation_names(module)
@@ -245,8 +305,8 @@ class Net:
         return Net(self.build, self.shape, self.classes, width)
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
-        """Logits (B, M); in training BatchNorm uses the batch and moves `statistics` in place."""
-        # One split, not many slices: its backward is one concatenation (a quarter of the time).
+        """Logits (B, M); in training BatchNorm uses the batch and updates `statistics` in place."""
+        # One split instead of many slices: its backward pass is one concatenation (a quarter of the time).
         lowered = torch.is_autocast_enabled(x.device.type)
         flats = self._lowered(weights) if lowered else torch.split(weights, self.weight_sizes)
         tensors = {p.name: p.view(flat) for p, flat in zip(self._weight_pieces, flats, strict=True)}
@@ -254,11 +314,12 @@ class Net:
         for piece, flat in zip(self._statistic_pieces, moments, strict=True):
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
-        z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
+        with CAPTURE_LOCK.eager() if x.is_cuda else nullcontext():
+            z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
         return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
 
     def _lowered(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """The slices under autocast: kernels cast all at once, which autocast would do one by one."""
+        """The slices under autocast, with all kernels cast at once; autocast would cast one by one."""
         low = torch.get_autocast_dtype(weights.device.type)
         kernels, others = torch.split(weights, [self.n_kernels, self.n_weights - self.n_kernels])
         kernel_sizes = self.weight_sizes[: self._n_kernel_pieces]
@@ -266,7 +327,7 @@ class Net:
         return (*torch.split(kernels.to(low), kernel_sizes), *torch.split(others, other_sizes))
 
     def own_copy(self, training: bool) -> nn.Module:
-        """The module in a mode, for this thread alone: a call puts tensors into it, and its mode is state."""
+        """The copy of the module for this thread and mode, since both its tensors and its mode are state."""
         mode, copies = "training" if training else "evaluation", vars(self._copies)
         if mode not in copies:
             copies[mode] = copy.deepcopy(self._module).train(training)
@@ -275,14 +336,14 @@ class Net:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether the module itself draws random numbers in training, as dropout does."""
+        """True if the module itself draws random numbers in training, as dropout does."""
         with drawing, torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             copy.deepcopy(self._module).train()(torch.zeros(2, *self.shape))
             return not torch.equal(torch.get_rng_state(), before)
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
-        """The buffers that are no statistics, copied to a device once."""
+        """Buffers other than statistics, copied to a device once."""
         if device not in self._constants:
             self._constants[device] = {k: v.to(device) for k, v in self._constants[CPU].items()}
         return self._constants[device]
@@ -311,16 +372,18 @@ class Net:
         return torch.cat([piece.flatten(tensors[piece.name].detach()) for piece in pieces])
 
     def filled(self, weights: Tensor, statistics: Tensor) -> nn.Module:
-        """A module of its own, in evaluation mode, that holds a copy of these weights and statistics."""
+        """A new module in evaluation mode, with a copy of these weights and statistics."""
         flats = [*torch.split(weights, self.weight_sizes), *torch.split(statistics, self.statistic_sizes)]
         pieces = [*self._weight_pieces, *self._statistic_pieces]
         tensors = {piece.name: piece.view(flat) for piece, flat in zip(pieces, flats, strict=True)}
         module = copy.deepcopy(self._module).eval()
-        module.load_state_dict(tensors, strict=False)  # tied weights go by two names; constants are there
+        module.load_state_dict(
+            tensors, strict=False
+        )  # tied weights have two names; constants are already set
         return module
 
     def module(self, seed: int) -> nn.Module:
-        """A module as `build` makes it."""
+        """A new module, with weights drawn from a seed."""
         with drawing, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             module = self.build(self.shape, self.classes, self.width)
@@ -330,7 +393,7 @@ class Net:
                 require(
                     layer.momentum is not None, "BatchNorm with momentum=None keeps a count: set a momentum"
                 )
-                layer.num_batches_tracked = None  # an integer that nothing reads: not worth sending
+                layer.num_batches_tracked = None  # an unused integer, not worth sending
         return module
 
 
@@ -353,7 +416,7 @@ def parameter_pieces(module: nn.Module) -> Iterator[Piece]:
 
 
 def check_image(net: Net) -> None:
-    """Raises an error that a user can act on if the network does not map its images to logits."""
+    """Raises a `UserError` if a network does not map its images to logits."""
     x = torch.zeros(2, *net.shape)
     try:
         z = net.logits(net.initial(0), x)

@@ -1,6 +1,8 @@
 """Networks as functions of one flat vector."""
 
 import math
+import threading
+import time
 
 import pytest
 import small
@@ -13,7 +15,18 @@ from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import UserError
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle.nets import NETS, LeNet, Net, ResNet8, Shortcut, check_image, images_a_pass, max_pool
+from fedhassle import nets
+from fedhassle.nets import (
+    NETS,
+    CaptureLock,
+    LeNet,
+    Net,
+    ResNet8,
+    Shortcut,
+    check_image,
+    images_a_pass,
+    max_pool,
+)
 
 BUILDS = pytest.mark.parametrize(
     ("build", "channels"),
@@ -343,3 +356,69 @@ def test_a_shortcut_is_a_convolution_with_a_stride(height, width, stride):
     )
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+# Captures
+
+
+def test_a_capture_waits_for_eager_networks_and_they_wait_for_a_capture():
+    lock, order, running, go = CaptureLock(), [], threading.Event(), threading.Event()
+
+    def first():
+        with lock.eager():
+            running.set()
+            assert go.wait(20)
+            with lock.eager():  # re-entrant, even while a capture waits
+                order.append("first")
+
+    def capture():
+        with lock.capturing(), lock.eager():  # a network runs within its own capture
+            order.append("capture")
+
+    def second():
+        with lock.eager():
+            order.append("second")
+
+    threads = [threading.Thread(target=target) for target in (first, capture, second)]
+    threads[0].start()
+    assert running.wait(20)
+    threads[1].start()
+    while not lock._waiting:
+        time.sleep(0.001)
+    threads[2].start()
+    assert order == []
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert order == ["first", "capture", "second"]  # a waiting capture goes before new eager work
+
+
+def test_the_capture_lock_is_released_after_an_error():
+    lock = CaptureLock()
+    for enter in (lock.capturing, lock.eager, lock.capturing):
+        with pytest.raises(ZeroDivisionError), enter():
+            raise ZeroDivisionError
+
+
+def test_a_capture_within_eager_work_is_refused():
+    """It would wait for itself forever."""
+    lock = CaptureLock()
+    with lock.eager(), pytest.raises(AssertionError), lock.capturing():
+        pass
+
+
+def test_a_network_on_a_gpu_holds_the_capture_lock(monkeypatch):
+    """Wherever it is called, as FedMatch does where updates are merged; on a CPU the lock is not touched."""
+    net, held = made(small.ConvNet, 1), []
+    lock = CaptureLock()
+    monkeypatch.setattr(nets, "CAPTURE_LOCK", lock)
+    call = torch.func.functional_call
+    monkeypatch.setattr(torch.func, "functional_call", lambda *args: held.append(lock._eager) or call(*args))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x = drawn(2, *net.shape)
+    net.logits(net.initial(0), x)
+    net.logits(net.initial(0), x.as_subclass(OnGpu))
+    assert held == [0, 1] and lock._eager == 0

@@ -1,15 +1,15 @@
-"""Local training of one client: the simulator, a GPU lane and a federation's node all use these functions.
+"""Local training of one client, shared by the simulator, the GPU lanes and the nodes of a real federation.
 
-A job is one phase on one client. Its whole walk and all its draws become tensors before its first step
-(`draw`); a step is then nothing but tensor operations on buffers at fixed places, so that it can be captured
-and replayed. No name of any method occurs here.
+A job is one phase on one client. Its schedule (`draw`) holds all its samples and random draws as tensors
+before the first step. A step is then only tensor operations on buffers with fixed addresses, so a CUDA graph
+can capture and replay it. Nothing here depends on a particular method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,25 +22,23 @@ from fedhassle.nets import Net, drawing, images_a_pass
 from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
 
-T = TypeVar("T")
-
 
 class Samples(NamedTuple):
-    """What one client holds, as rows of a table of images that other clients may share."""
+    """The samples of one client, as rows of a table of images that clients may share."""
 
     images: Tensor  # (N, H, W, C) uint8
     labelled: Tensor  # (n_L,) rows
     y: Tensor  # (n_L,) their labels
     unlabelled: Tensor  # (n_U,) rows
-    truth: Tensor | None = None  # (n_U,) true labels of the unlabelled rows: read by metrics alone
+    truth: Tensor | None = None  # (n_U,) true labels of the unlabelled rows, for metrics only
 
     def rows(self, part: Part) -> Tensor:
-        """The rows of one part of the data."""
+        """Rows of one part of the data."""
         return self.labelled if part == "labelled" else self.unlabelled
 
 
 class Site(NamedTuple):
-    """Where a client trains: who it is, what it holds and how training sees it."""
+    """A client with its samples and their augmentations."""
 
     client: Client
     samples: Samples
@@ -54,22 +52,22 @@ class Job(NamedTuple):
     site: Site
     networks: Mapping[str, Net]
     message: Arrays
-    labels: Mapping[Stream, Tensor]  # those given once a round
-    key: tuple[int | str, ...]  # of its randomness
+    labels: Mapping[Stream, Tensor]  # pseudo-labels given once per round
+    key: tuple[int | str, ...]  # of its random draws
 
     @property
     def steps(self) -> int:
-        """How many steps it takes."""
+        """Number of steps."""
         return self.phase.length(self.site.client)
 
     @property
     def draws_globally(self) -> bool:
-        """Whether a network draws by itself, as dropout does: from a state that all jobs share."""
+        """True if a network draws from the global random state itself, as dropout does."""
         return any(net.draws for net in self.networks.values())
 
 
 class Visit(NamedTuple):
-    """One client's round before it begins: its jobs, what it keeps, and an update without arrays."""
+    """One client's round before training: its jobs, its kept arrays, and an update that is still empty."""
 
     jobs: tuple[Job, ...]
     kept: Arrays
@@ -77,75 +75,78 @@ class Visit(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """All that a stream hands to a number of steps."""
+    """The inputs that one stream provides for a number of steps."""
 
-    rows: Tensor  # (steps, B) of the table of images
+    rows: Tensor  # (steps, B) in the table of images
     y: Tensor  # (steps, B), −1 = nothing to learn
-    truth: Tensor  # (steps, B), −1 = not known
-    uniforms: tuple[Tensor, ...]  # per view (steps, B, k)
+    truth: Tensor  # (steps, B), −1 = unknown
+    uniforms: tuple[Tensor, ...]  # (steps, B, k) per view
 
     def between(self, first: int, last: int) -> Feed:
-        """The part for some of the steps."""
+        """The part for steps `first` to `last`, exclusive."""
         uniforms = tuple(u[first:last] for u in self.uniforms)
         return Feed(self.rows[first:last], self.y[first:last], self.truth[first:last], uniforms)
 
 
-class Course(NamedTuple):
-    """All that a number of steps is handed, drawn before the first of them."""
+class Schedule(NamedTuple):
+    """The inputs of a number of steps, drawn before the first of them."""
 
-    feeds: tuple[Feed, ...]  # of each stream
-    draws: tuple[Tensor, ...]  # (steps, …): those of the phase, if it has any
+    feeds: tuple[Feed, ...]  # one per stream
+    draws: tuple[Tensor, ...]  # (steps, …): the draws of the phase, if any
 
     @property
     def steps(self) -> int:
-        """How many steps it is for."""
+        """Number of steps."""
         return len(self.feeds[0].rows)
 
-    def between(self, first: int, last: int) -> Course:
-        """The part for some of the steps."""
+    def between(self, first: int, last: int) -> Schedule:
+        """The part for steps `first` to `last`, exclusive."""
         feeds = tuple(feed.between(first, last) for feed in self.feeds)
-        return Course(feeds, tuple(draw[first:last] for draw in self.draws))
+        return Schedule(feeds, tuple(draw[first:last] for draw in self.draws))
 
 
 class Buffers(NamedTuple):
-    """Everything but the course that the steps of a job read or write, at fixed places."""
+    """The tensors that the steps of a job read or write besides its schedule, at fixed addresses."""
 
-    weights: Arrays  # written, as all down to `labelling`
+    weights: Arrays  # written, like all down to `labelling`
     statistics: Arrays
     momentum: Arrays
     losses: Arrays
     labelling: Tensor  # (2,): online labels right, given
-    received: Arrays  # read, as what follows
+    received: Arrays  # only read, like `images`
     images: Tensor
 
 
-Perform = Callable[["Job", Arrays, Arrays], Generator[None, None, Buffers]]
-"""A way to make all steps of a job: (job, what it starts from, what the client keeps) -> its buffers.
-
-It yields wherever it may be left for a while, so that one thread can keep several jobs going.
-"""
-
 Trained = tuple[Update, Arrays]
-"""What a client sends back, and what it keeps."""
+"""A client's update, and the arrays that it keeps."""
 
 
 def train(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Trained:
-    """One client's round, step by step."""
-    return run_to_end(follow(visit(method, site, message, memory, t, seed), perform))
+    """Trains one client in round t, step by step."""
+    return run_jobs(visit(method, site, message, memory, t, seed))
 
 
-def run_to_end(work: Generator[None, None, T]) -> T:
-    """What work returns that is done without a pause."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+def run_jobs(planned: Visit) -> Trained:
+    """Runs the jobs of a client one after another, each from where the previous one ended."""
+    update, kept = planned.update, planned.kept
+    for job in planned.jobs:
+        buffers = run_job(job, job.message | update.arrays | kept, kept)
+        update, kept = collect(job, buffers, update, kept)
+    return update, kept
+
+
+def run_job(job: Job, start: Arrays, kept: Arrays) -> Buffers:
+    """Runs all steps of a job one by one and returns its buffers."""
+    buffers = prepare(job, start, kept)
+    schedule = draw(job)
+    with own_randomness(job):
+        for i in range(job.steps):
+            advance(job, buffers, schedule.between(i, i + 1))
+    return buffers
 
 
 def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t: int, seed: int) -> Visit:
-    """What a client is about to do in round t, with the labels that are given once a round."""
+    """Plans the round of a client: its jobs, with the pseudo-labels that are given once per round."""
     client = site.client
     networks = method.networks()
     phases = method.phases(client, t)
@@ -160,7 +161,7 @@ def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
 
 
 def check_phase(phase: Phase, client: Client, sent: set[str]) -> None:
-    """Says what is wrong with a phase of a method of one's own, where it would fail with less to go by."""
+    """Raises a `UserError` for a phase that would fail later with a less helpful message."""
     for stream in phase.streams:
         require(
             client.count(stream.part) > 0,
@@ -174,34 +175,8 @@ def check_phase(phase: Phase, client: Client, sent: set[str]) -> None:
         )
 
 
-def follow(planned: Visit, way: Perform) -> Generator[None, None, Trained]:
-    """A visit's jobs one after another, each on what the one before it left."""
-    update, kept = planned.update, planned.kept
-    for job in planned.jobs:
-        buffers = yield from way(job, job.message | update.arrays | kept, kept)
-        update, kept = collect(job, buffers, update, kept)
-    return update, kept
-
-
-def perform(job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
-    """All steps of a job, one by one; may be left after the last, since others draw from the same state."""
-    buffers = make_steps(job, start, kept)
-    yield
-    return buffers
-
-
-def make_steps(job: Job, start: Arrays, kept: Arrays) -> Buffers:
-    """All steps of a job, one by one."""
-    buffers = prepare(job, start, kept)
-    course = draw(job)
-    with own_randomness(job):
-        for i in range(job.steps):
-            advance(job, buffers, course.between(i, i + 1))
-    return buffers
-
-
 def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]:
-    """How many samples train each name: a part counts once, however often it is walked over."""
+    """Number of samples that train each name; a part that several phases use counts once."""
     parts: dict[str, set[Part]] = {}
     for phase in phases:
         for name in phase.trained:
@@ -211,7 +186,7 @@ def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]
 
 @contextmanager
 def own_randomness(job: Job) -> Iterator[None]:
-    """What a network of one's own draws by itself (dropout) depends on the key alone, and leaves no trace."""
+    """Seeds the global random state, which dropout draws from, by the job's key; restores it afterwards."""
     if not job.draws_globally:
         yield
         return
@@ -222,15 +197,14 @@ def own_randomness(job: Job) -> Iterator[None]:
 
 
 def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict[Stream, Tensor]:
-    """The labels that streams ask for once a round, on clean images."""
+    """The pseudo-labels that streams request once per round, from clean images."""
     streams = dict.fromkeys(stream for phase in phases for stream in phase.streams)
-    once = [stream for stream in streams if stream.labels is not None and not stream.online]
-    return {stream: label(stream, site, received) for stream in once}
+    return {s: label(s, site, received) for s in streams if s.labels is not None and not s.online}
 
 
 @torch.no_grad()
 def label(stream: Stream, site: Site, received: Models) -> Tensor:
-    """One stream's labels (n,), in large batches."""
+    """Pseudo-labels (n,) of one stream, computed in large batches."""
     assert stream.labels is not None
     rows = site.samples.rows(stream.part)
     batches = torch.split(rows, images_a_pass(site.samples.images))
@@ -239,7 +213,7 @@ def label(stream: Stream, site: Site, received: Models) -> Tensor:
 
 
 def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | None:
-    """How many of the labels given to unlabelled samples are right, and how many were given."""
+    """Number of correct and of all pseudo-labels given to unlabelled samples, (2,)."""
     if samples.truth is None:
         return None
     given = [y for stream, y in labels.items() if stream.part == "unlabelled"]
@@ -248,12 +222,12 @@ def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | 
 
 
 def right_and_given(y: Tensor, truth: Tensor) -> Tensor:
-    """How many labels are right, and how many there are."""
+    """Number of correct and of all labels, (2,); a label of −1 is none."""
     return torch.stack([((y == truth) & (y >= 0)).sum(), (y >= 0).sum()])
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
-    """Buffers of a job: start vectors and fresh momentum."""
+    """Buffers of a job, with its start vectors and zero momentum."""
     phase = job.phase
     networks = job.networks
     device = job.site.samples.images.device
@@ -270,26 +244,26 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
     )
 
 
-def draw(job: Job) -> Course:
-    """The whole walk of a job, and every draw."""
+def draw(job: Job) -> Schedule:
+    """Draws the schedule of all steps of a job."""
     phase = job.phase
     rng = generator(*job.key)
     device = job.site.samples.images.device
     feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
     if phase.draw is None:
-        return Course(feeds, ())
+        return Schedule(feeds, ())
     draws = np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)])
-    return Course(feeds, (to_device(draws, device),))
+    return Schedule(feeds, (to_device(draws, device),))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on a device; no one waits for the copy, nor for the work that it is queued behind."""
+    """Copies an array to a device, without waiting for the copy or for earlier work."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
-    """One stream's walk through a job."""
+    """Draws the inputs that one stream provides for all steps of a job."""
     samples = job.site.samples
     steps = job.steps
     rows = samples.rows(stream.part)
@@ -308,36 +282,36 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
 
 
 def epochs_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """(steps, B) indices: epochs of ⌈n/B⌉ full batches, the last filled up from the start of its shuffle."""
+    """Indices (steps, B) of epochs of ⌈n/B⌉ full batches; the last is filled up from the epoch's start."""
     per_epoch = -(-n // batch)
     epochs = [np.resize(rng.permutation(n), per_epoch * batch) for _ in range(steps // per_epoch)]
     return np.concatenate(epochs).reshape(steps, batch)
 
 
 def endless_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """(steps, B) indices: shuffled passes end to end."""
+    """Indices (steps, B) of shuffled passes, end to end."""
     passes = [rng.permutation(n) for _ in range(-(-steps * batch // n))]
     return np.concatenate(passes)[: steps * batch].reshape(steps, batch)
 
 
-def advance(job: Job, buffers: Buffers, course: Course) -> None:
-    """The steps of a course."""
+def advance(job: Job, buffers: Buffers, schedule: Schedule) -> None:
+    """Runs the steps of a schedule."""
     received = as_models(buffers.received, job.networks)
-    batches = look(job, buffers, received, course)
-    for i in range(course.steps):
+    batches = batches_of(job, buffers, received, schedule)
+    for i in range(schedule.steps):
         now = [batch.at(i) for batch in batches]
-        step(job, buffers, received, now, [draws[i] for draws in course.draws])
+        step(job, buffers, received, now, [draws[i] for draws in schedule.draws])
 
 
-def look(job: Job, buffers: Buffers, received: Models, course: Course) -> tuple[Batch, ...]:
-    """What the streams show to the steps of a course, made for all of them at once."""
-    walks = zip(job.phase.streams, course.feeds, strict=True)
-    return tuple(see(stream, feed, job.site.views, received, buffers) for stream, feed in walks)
+def batches_of(job: Job, buffers: Buffers, received: Models, schedule: Schedule) -> tuple[Batch, ...]:
+    """The batches of every stream, for all steps of a schedule at once."""
+    walks = zip(job.phase.streams, schedule.feeds, strict=True)
+    return tuple(stream_batches(stream, feed, job.site.views, received, buffers) for stream, feed in walks)
 
 
 @torch.no_grad()
-def see(stream: Stream, feed: Feed, views: Views, received: Models, buffers: Buffers) -> Batch:
-    """The batches of one stream, with an axis of steps in front."""
+def stream_batches(stream: Stream, feed: Feed, views: Views, received: Models, buffers: Buffers) -> Batch:
+    """The batches of one stream, with a leading axis of steps."""
     pixels = buffers.images.index_select(0, feed.rows.flatten())  # (steps·B, H, W, C)
     draws = zip(stream.views, feed.uniforms, strict=True)
     seen = [views(pixels, view, uniforms.flatten(0, 1)) for view, uniforms in draws]
@@ -352,7 +326,7 @@ def see(stream: Stream, feed: Feed, views: Views, received: Models, buffers: Buf
 def step(
     job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
 ) -> None:
-    """One step: tensor operations on the buffers and nothing else."""
+    """One training step: only tensor operations on the buffers."""
     for descent in job.phase.descents:
         leaf = buffers.weights[descent.train].detach().requires_grad_()
         local = local_models(job, buffers) | local_models(job, buffers, {descent.train: leaf})
@@ -366,7 +340,7 @@ def step(
 
 
 def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> dict[str, Model | Tensor]:
-    """What the job trains (in training mode) or keeps, on the buffers' weights or on others."""
+    """Models that the job trains (in training mode) or keeps, on these weights (default: the buffers')."""
     networks, trained = job.networks, job.phase.trained
     return {
         k: Model(networks[k], w, buffers.statistics[k], k in trained) if k in networks else w
@@ -376,7 +350,7 @@ def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> d
 
 @torch.no_grad()
 def descend(weights: Tensor, momentum: Tensor, gradient: Tensor, sgd: SGD) -> None:
-    """One step of SGD, in place: the buffers keep their addresses."""
+    """One step of SGD, in place, since buffers must keep their addresses."""
     if sgd.clip:
         gradient = gradient * (sgd.clip / (gradient.norm() + 1e-6)).clamp(max=1.0)
     if sgd.decay:
@@ -386,7 +360,7 @@ def descend(weights: Tensor, momentum: Tensor, gradient: Tensor, sgd: SGD) -> No
 
 
 def store(new: Mapping[str, Model | Tensor], buffers: Buffers) -> None:
-    """Writes what a phase's `then` returned into the buffers."""
+    """Copies the values that a phase's `then` returned into the buffers."""
     for name, value in new.items():
         buffers.weights[name].copy_(value.weights if isinstance(value, Model) else value)
         if isinstance(value, Model):
@@ -394,7 +368,7 @@ def store(new: Mapping[str, Model | Tensor], buffers: Buffers) -> None:
 
 
 def collect(job: Job, buffers: Buffers, update: Update, kept: Arrays) -> tuple[Update, Arrays]:
-    """The update and the memory after a job."""
+    """The update and the kept arrays after a job."""
     done = {k: torch.cat([w, buffers.statistics[k]]) for k, w in buffers.weights.items()}
     trained = job.phase.trained
     update = update._replace(

@@ -1,4 +1,4 @@
-"""Work side by side on the cores of a CPU."""
+"""Parallel work on the cores of a CPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ R = TypeVar("R")
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def on_cores(n: int) -> Iterator[None]:
-    """PyTorch's operations on so many cores, and afterwards as before."""
+    """Sets the number of PyTorch's threads to n inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -31,10 +31,10 @@ def on_cores(n: int) -> Iterator[None]:
 
 
 def side_by_side(work: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
-    """`work` of each item, in their order, on so many threads; the first items are begun first.
+    """Results of `work` for each item, in order, computed on `workers` threads; items start in order.
 
-    Each piece of work runs on one core: two threads that share one operation wait for each other, and on
-    busy cores were measured up to ten times slower than one. So results do not depend on `workers` either.
+    Each call runs on one core: two threads that share an operation wait for each other, and on busy cores
+    were measured up to ten times slower than one. So results do not depend on `workers` either.
     """
     if workers == 1 or len(items) < 2:
         return [work(item) for item in items]
@@ -42,4 +42,4 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T], workers: int) -> li
     try:
         return list(pool.map(work, items))
     finally:
-        pool.shutdown(cancel_futures=True)  # on Ctrl-C, what has not begun does not begin
+        pool.shutdown(cancel_futures=True)  # on Ctrl-C, waiting items do not start

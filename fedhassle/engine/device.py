@@ -1,4 +1,4 @@
-"""How to train on a device: precision, lanes, and the switches of PyTorch's libraries."""
+"""The device to train on, with its precision, lanes and PyTorch's backend switches."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ LANES = 8  # measured in docs/speed.md
 
 
 class Engine(NamedTuple):
-    """Where and how clients train."""
+    """Device and execution options of training."""
 
     device: torch.device
-    precision: Precision = "fp32"  # of matrix products; weights, statistics and sums are float32 always
-    lanes: int = LANES  # clients at once on a GPU, at most
-    compile: bool = False  # fuse the kernels of a step, which takes a minute
+    precision: Precision = "fp32"  # of matrix products; weights, statistics and sums are always float32
+    lanes: int = LANES  # maximum number of jobs at once on a GPU
+    compile: bool = False  # fuse the kernels of a step; takes about a minute
     deterministic: bool = False
 
     def lowered(self) -> AbstractContextManager[Any]:
-        """Matrix products in the engine's precision."""
+        """Runs matrix products in the engine's precision inside the block."""
         if self.precision != "bf16":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The switches of PyTorch's libraries as training wants them, and afterwards as they were."""
-        if self.deterministic:  # cuBLAS asks for it; read when it starts
+        """Sets PyTorch's backend switches for training inside the block, and restores them afterwards."""
+        if self.deterministic:  # required by cuBLAS, which reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        cudnn: Any = torch.backends.cudnn  # whose stubs know no `conv`
+        cudnn: Any = torch.backends.cudnn  # its stubs lack `conv`
         places = (cudnn.conv, torch.backends.cuda.matmul)
         before = cudnn.benchmark, cudnn.deterministic, *(place.fp32_precision for place in places)
         strict, lax = (

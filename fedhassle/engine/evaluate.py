@@ -19,14 +19,14 @@ from fedhassle.vectors import Arrays
 def accuracy(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
 ) -> dict[str, float]:
-    """The share of images (N, H, W, C) that each prediction gets right."""
+    """Accuracies that a method reports on images (N, H, W, C)."""
     found = hits(method, state, images, y, views, workers)
     return method.report({name: hit / len(y) for name, hit in found.items()})
 
 
 @torch.no_grad()
 def check_predictions(method: Method, state: Arrays, images: Tensor, classes: int) -> None:
-    """Refuses predictions that could not be evaluated, before anything is trained for them."""
+    """Raises a `UserError` if a method's predictions cannot be evaluated; called before training."""
     with torch.autocast(images.device.type, enabled=False):
         found: Any = method.predict(state, images)
     wanted = (len(images), classes)
@@ -39,20 +39,20 @@ def check_predictions(method: Method, state: Arrays, images: Tensor, classes: in
 
 
 def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
-    """A method says which of its predictions stands for it."""
+    """Raises a `UserError` if a method's headline is not among the accuracies that it reports."""
     require(
         method.headline in accuracy,
-        f"{type(method).__name__} reports {', '.join(accuracy)} and not {method.headline!r}, its headline: "
-        "set headline to the one that stands for the method",
+        f"{type(method).__name__} reports {', '.join(accuracy)}, but not its headline {method.headline!r}: "
+        "set headline to one of them",
     )
 
 
 def hits(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
 ) -> dict[str, int]:
-    """How many images (N, H, W, C) each prediction gets right.
+    """Number of images (N, H, W, C) that each prediction classifies correctly.
 
-    Never in the bfloat16 that training may be in: simulator, sites and coordinator measure alike.
+    Always in float32, even if training uses bfloat16, so that simulator, sites and coordinator agree.
     """
     size = images_a_pass(images)
     batches = list(zip(torch.split(images, size), torch.split(y, size), strict=True))
@@ -60,7 +60,7 @@ def hits(
     @torch.no_grad()
     def right(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         pixels, labels = batch
-        with torch.autocast(pixels.device.type, enabled=False):  # here: it is a matter of each thread
+        with torch.autocast(pixels.device.type, enabled=False):  # here, since it applies per thread
             logits = method.predict(state, views.normalise(pixels))
         return {name: (z.argmax(1) == labels).sum() for name, z in logits.items()}
 

@@ -1,4 +1,4 @@
-"""Tensors and a few words about them in one safetensors file; such files, one for a round."""
+"""Tensors with metadata in a safetensors file, and folders with one such file per round."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fedhassle.errors import DamagedError, UserError
 from fedhassle.files import atomic
 from fedhassle.vectors import Arrays
 
-DIGITS = 6  # of a round's number in the name of its file: names sort like rounds
+DIGITS = 6  # of the round in a file name, so that names sort by round
 
 
 def write_arrays(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     """Writes arrays and `about` (JSON) atomically, with a checksum."""
-    # Clones: the format refuses tensors that share memory, as w_U and its copy of w_S may.
+    # Clones, since the format rejects tensors that share memory, as w_S and its copy w_U may.
     plain = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
     words = json.dumps(about, allow_nan=False)
     with atomic(path) as temporary:
-        # Not `save_file`: it leaves a temporary file of its own when it is killed.
+        # Not `save_file`, which leaves its own temporary file when the process is killed.
         temporary.write_bytes(save(plain, metadata={"about": words, "sha256": checksum(plain, words)}))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """Reads what `write_arrays` wrote; anything else is an error that names the file.
+    """Reads a file of `write_arrays`; raises an error that names the file if it is not one.
 
-    It is a `DamagedError` unless the system refuses the file, which may be sound then.
+    It is a `DamagedError`, or a plain `UserError` if the system cannot read the file, which may be intact.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -49,7 +49,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
 
 
 def checksum(arrays: Arrays, words: str) -> str:
-    """sha256 over the words and every array's name and bytes."""
+    """SHA-256 of the metadata and of each array's name and bytes."""
     digest = hashlib.sha256(words.encode())
     for name in sorted(arrays):
         digest.update(name.encode())
@@ -58,11 +58,11 @@ def checksum(arrays: Arrays, words: str) -> str:
 
 
 def round_file(folder: Path, t: int) -> Path:
-    """The file of round t in a folder."""
+    """Path of the file of round t in a folder."""
     return folder / f"round-{t:0{DIGITS}d}.safetensors"
 
 
 def round_files(folder: Path) -> dict[int, Path]:
-    """The files of a folder by their round, oldest first."""
+    """Files of a folder by round, oldest first."""
     names = sorted(folder.glob(f"round-{'[0-9]' * DIGITS}.safetensors"))
     return {int(path.stem.removeprefix("round-")): path for path in names}

@@ -1,4 +1,4 @@
-"""What arrives of what is sent, where small changes are not worth sending; and the bytes that it takes."""
+"""Sparse transfer of messages and updates, and byte counts."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 import torch
 
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.vectors import Arrays, all_finite, size_in_bytes
 
-INDEX = 4  # bytes that say which entry has changed
-HELD = "\0held by "  # before the name of a client: what it is known to hold, if messages are sparse
+INDEX = 4  # bytes of the index of a changed entry
+HELD = "\0held by "  # prefix of a client's name, for the arrays that the server knows it holds
 
 
 class Arrived(NamedTuple):
-    """Arrays at the other end, and what it cost to get them there."""
+    """Arrays as the receiver has them, and their size on the wire."""
 
     arrays: Arrays
     size: int  # bytes
 
 
 def sent(arrays: Arrays, known: Arrays, least: float) -> Arrived:
-    """Arrays at an end that knows `known`: entries that changed by no more than `least` stay as they were.
+    """Arrays at a receiver that has `known`; entries that changed by at most `least` keep their old value.
 
-    An array is sent as index and value of what has changed where that is shorter, else whole.
+    An array is sent as pairs of index and value of the changed entries if that is shorter, otherwise whole.
     """
     if not least:
         return Arrived(arrays, size_in_bytes(arrays))
@@ -40,24 +40,24 @@ def sent(arrays: Arrays, known: Arrays, least: float) -> Arrived:
     return Arrived(made, total)
 
 
-class Wire(NamedTuple):
-    """One end of the wires to clients: what both ends know is remembered where it spares sending."""
+class Transfer(NamedTuple):
+    """Transfer between server and clients; if it is sparse, both ends remember the arrays a client holds."""
 
-    memory: Memory
+    client_state: ClientState
     device: torch.device
 
     def known(self, client: str, least: float, t: int) -> Arrays:
-        """What a client is known to hold before round t."""
-        return (self.memory.load(HELD + client, t, self.device) if least else None) or {}
+        """Arrays that a client holds before round t, as far as the server knows."""
+        return (self.client_state.load(HELD + client, t, self.device) if least else None) or {}
 
     def down(self, client: str, message: Arrays, least: float, t: int) -> Arrived:
-        """A message as it arrives."""
+        """A message as the client receives it."""
         return sent(message, self.known(client, least, t), least)
 
     def up(self, client: str, arrays: Arrays, message: Arrays, least: float, t: int) -> Arrived:
-        """An update as it arrives; what the client holds then is known to both ends."""
+        """An update as the server receives it; remembers the arrays that the client then holds."""
         arrived = sent(arrays, message, least)
         held = message | arrived.arrays
         if least and all_finite([list(held.values())])[0]:
-            self.memory.save(HELD + client, t, held)
+            self.client_state.save(HELD + client, t, held)
         return arrived

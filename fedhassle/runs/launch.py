@@ -28,7 +28,6 @@ from fedhassle.settings.build import (
 )
 from fedhassle.runs.card import model_card
 from fedhassle.settings.schema import DEVICES_OWN, Settings, method_class, resolve, resolved_device
-from fedhassle.engine.gpu.sharing import QUIET
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.layout import KINDS, kind_of
 from fedhassle.data.split.split import Split, pooled, steps_on_labels
@@ -37,7 +36,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.engine.evaluate import accuracy, check_predictions
 from fedhassle.files import file_name, locked, remove_unfinished, write_json, write_text
 from fedhassle.runs.seeds import grouped
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.method import Method
 from fedhassle.engine.cores import on_cores
 from fedhassle.provenance import hardware, machine, versions
@@ -328,7 +327,7 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
     `sharing`: how many runs share the process and its GPU, this one included.
     """
     settings = run.settings
-    memory = Memory(run.folder.memory)
+    memory = ClientState(run.folder.memory)
     engine = build_engine(settings)
     if sharing > 1:
         engine = engine._replace(lanes=min(engine.lanes, max(1, LANES_OF_ALL // sharing)))
@@ -338,8 +337,7 @@ def carry_out(run: Run, sharing: int = 1) -> Generator[Step]:
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays, t: int) -> Evaluation:
-        with QUIET.broken():
-            return Evaluation(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
+        return Evaluation(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
 
     with (
         locked(run.folder.path),
@@ -367,9 +365,8 @@ def carry_on(
         log.info("split: %s", note)
     every, how = run.settings.evaluate_every, about_run(run) | (about or {})
     start = begin(run.folder, run.method, run.plan.seed, run.device)
-    with QUIET.broken():
-        blank = torch.zeros(2, *run.dataset.shape, device=run.device)
-        check_predictions(run.method, start.state, blank, run.dataset.classes)
+    blank = torch.zeros(2, *run.dataset.shape, device=run.device)
+    check_predictions(run.method, start.state, blank, run.dataset.classes)
     with tracking(run.settings.track or (), run.folder) as trackers:
         trackers.begin(dict(flat(how["settings"])) | {"settings_hash": how["settings_hash"]}, start.history)
         for step in conduct(run.folder, run.method, federation, run.plan, evaluate, every, start):

@@ -42,7 +42,7 @@ from benchmarks.measure import (
 )
 from benchmarks.plain import images_on, walk
 from benchmarks.tables import methods_table, number, scaling_table
-from fedhassle.engine.client import advance, draw, look, prepare, visit
+from fedhassle.engine.client import advance, batches_of, draw, prepare, visit
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.rounds import Plan
 from fedhassle.engine.simulator import Simulator
@@ -134,15 +134,15 @@ def test_three_steps_of_the_plain_loop_are_three_of_ours(name, phase, build):
     trainer = counterpart(name, method, job.phase, T, small.CPU)
     assert next(queue, None) is None
 
-    buffers, course = prepare(job, starts, kept), draw(job)
+    buffers, schedule = prepare(job, starts, kept), draw(job)
     assert job.steps >= 3
-    batches = look(job, buffers, as_models(job.message, job.networks), course)
+    batches = batches_of(job, buffers, as_models(job.message, job.networks), schedule)
     losses = dict.fromkeys(job.phase.trained, 0.0)
     for i in range(3):
-        given = [*(batch.at(i) for batch in batches), *(drawn[i] for drawn in course.draws)]
+        given = [*(batch.at(i) for batch in batches), *(drawn[i] for drawn in schedule.draws)]
         found = trainer.step(*given)
         losses = {model: losses[model] + loss for model, loss in zip(losses, found, strict=True)}
-    advance(job, buffers, course.between(0, 3))
+    advance(job, buffers, schedule.between(0, 3))
 
     for model, loss in losses.items():
         torch.testing.assert_close(loss[None], buffers.losses[model], rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from by_hand import order_of_epochs
 from small import QUICK, hassle, trained
 from torch import nn
 
-from fedhassle.engine.client import follow, label, perform, train, visit
+from fedhassle.engine.client import label, train
 from fedhassle.method import Stream
 from fedhassle.methods import FedAvg, Hassle
 from fedhassle.nets import IMAGES_A_PASS, LeNet
@@ -176,25 +176,6 @@ def test_dropout_in_an_own_network_is_reproducible(global_randomness):
     quiet = FedAvg(small.net(QuietNet), **QUICK)
     assert torch.equal(quiet.initial(0)["w"], method.initial(0)["w"])
     assert not torch.equal(trained(quiet, site).arrays["w"], first)  # so there was dropout
-
-
-def test_clients_whose_networks_draw_may_be_trained_in_turns(global_randomness):
-    """Work may be left wherever it pauses, and others go on meanwhile in the same thread."""
-    method = FedAvg(small.net(small.NoisyNet), **QUICK)
-    state = method.initial(0)
-    sites = [small.site(labelled=range(first, first + 40), name=f"site {first}") for first in (0, 40)]
-    alone = [train(method, site, state, None, 1, 0)[0] for site in sites]
-    visits = [visit(method, site, state, None, 1, 0) for site in sites]
-    going, done = {i: follow(visits[i], perform) for i in (0, 1)}, {}
-    while going:
-        for i, work in list(going.items()):
-            try:
-                next(work)
-            except StopIteration as end:
-                done[i] = end.value[0]
-                del going[i]
-    for i, update in enumerate(alone):
-        assert small.same(done[i].arrays, update.arrays) and small.same(done[i].losses, update.losses)
 
 
 def test_settings_of_a_method_are_frozen():

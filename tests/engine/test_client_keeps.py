@@ -109,11 +109,11 @@ def test_a_step_writes_its_buffers_in_place(phase, online):
     site = small.site(small.dataset(flip=True, crop=2), labelled=range(11), unlabelled=range(40, 61))
     message = method.initial(0)
     (job,) = (job for job in visit(method, site, message, None, 1, 0).jobs if job.phase.name == phase)
-    buffers, course = prepare(job, message, {}), draw(job)
+    buffers, schedule = prepare(job, message, {}), draw(job)
     assert all(v.data_ptr() != message[k].data_ptr() for k, v in buffers.weights.items())
     before, first = places(buffers), {k: v.clone() for k, v in buffers.weights.items()}
     for i in range(3):
-        advance(job, buffers, course.between(i, i + 1))
+        advance(job, buffers, schedule.between(i, i + 1))
         assert places(buffers) == before
     assert all(not torch.equal(buffers.weights[k], first[k]) for k in first)
     assert all(not v.requires_grad for v in buffers.weights.values())
@@ -142,13 +142,13 @@ def test_steps_made_at_once_are_those_made_one_by_one(cuts):
     message = method.initial(0)
     planned = visit(method, site, message, None, 1, 0)
     (job,), kept = planned.jobs, planned.kept
-    course, made = draw(job), []
+    schedule, made = draw(job), []
     for marks in ((0, 4), cuts):
         buffers = prepare(job, message | kept, kept)
         for first, last in itertools.pairwise(marks):
-            assert course.between(first, last).steps == last - first
-            advance(job, buffers, course.between(first, last))
+            assert schedule.between(first, last).steps == last - first
+            advance(job, buffers, schedule.between(first, last))
         made.append(buffers)
-    assert job.steps == course.steps == 4
+    assert job.steps == schedule.steps == 4
     for kind in ("weights", "statistics", "momentum", "losses"):
         assert small.same(getattr(made[0], kind), getattr(made[1], kind))

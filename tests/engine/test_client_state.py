@@ -16,7 +16,7 @@ from small import CPU, ENGINE, kept_by, same
 import fedhassle.engine.client_state
 from fedhassle.data.split.split import Split
 from fedhassle.engine import tensor_files
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import write_arrays
@@ -49,7 +49,7 @@ def versions(memory, client):
 
 @pytest.fixture
 def memory(tmp_path):
-    return Memory(tmp_path / "memory")
+    return ClientState(tmp_path / "memory")
 
 
 # Versions
@@ -122,7 +122,7 @@ def test_pruning_looks_at_clients_with_several_files_alone(memory, monkeypatch):
         memory.prune(rounds)
         counts.append(len(looks))
     assert counts == [1, 2, 2]
-    again = Memory(memory.folder)
+    again = ClientState(memory.folder)
     again.rewind(8)
     assert len(looks) == 4  # all clients, once
 
@@ -134,7 +134,7 @@ def test_rewinding_forgets_what_was_kept_later(t, left, memory):
     memory.rewind(9)
     for n in (1, 3, 6, 9):
         memory.save("ann", n, value(n))
-    again = Memory(memory.folder)  # as another process has it
+    again = ClientState(memory.folder)  # as another process has it
     again.rewind(t)
     assert versions(again, "ann") == left
     assert again.folder.exists() == bool(left)  # nothing empty stays
@@ -165,7 +165,7 @@ def test_a_run_that_begins_again_keeps_its_own(memory):
 def test_any_course_of_a_run_finds_what_it_would_have_kept(seed, tmp_path):
     """Against a list of all that was ever kept: training, checkpoints, crashes, damaged checkpoints."""
     rng, clients = random.Random(seed), ["ann", "bob", "cat", "dan"]
-    memory, history, checkpoints, t, number = Memory(tmp_path), {c: {} for c in clients}, [], 0, 0
+    memory, history, checkpoints, t, number = ClientState(tmp_path), {c: {} for c in clients}, [], 0, 0
     memory.rewind(0)
 
     def expected(client, now):
@@ -188,7 +188,7 @@ def test_any_course_of_a_run_finds_what_it_would_have_kept(seed, tmp_path):
                 checkpoints = checkpoints[:-1]
             t = checkpoints[-1] if checkpoints else 0
             history = {c: {n: v for n, v in kept.items() if n <= t} for c, kept in history.items()}
-            memory = Memory(tmp_path)
+            memory = ClientState(tmp_path)
             memory.rewind(t)
         for client in clients:
             for end in (*checkpoints, t):
@@ -283,7 +283,7 @@ def test_a_file_of_another_client_or_round_is_an_error(about, memory):
 
 def test_a_store_without_a_folder_leaves_nothing_behind(tmp_path, monkeypatch, recwarn):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    memory = Memory()
+    memory = ClientState()
     memory.save("ann", 1, value(1))
     assert at(memory, "ann", 2) == 1 and memory.folder.is_relative_to(tmp_path)
     del memory
@@ -321,7 +321,7 @@ PULLED = Pulled(NET, batch=8, epochs=1)
 
 def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, per_round=3):
     """A run in a folder, begun or gone on with, step by step."""
-    federation = Simulator(data, split, 0, ENGINE, 1, Memory(Folder(folder).memory))
+    federation = Simulator(data, split, 0, ENGINE, 1, ClientState(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
     start = begin(Folder(folder), method, plan.seed, CPU)
     found = Evaluation({method.headline: 0.5})
@@ -370,7 +370,7 @@ def test_a_run_cut_between_what_is_kept_and_the_checkpoint_ends_in_the_same_bits
     steps.close()
     for client, t in kept_by(tmp_path):
         if t > rounds // 2 * 2:
-            Memory(tmp_path / "memory").save(client, t, {"spoilt": torch.zeros(1)})
+            ClientState(tmp_path / "memory").save(client, t, {"spoilt": torch.zeros(1)})
     list(run(tmp_path))
     assert_as_never_cut(tmp_path, pulled)
 
@@ -378,7 +378,7 @@ def test_a_run_cut_between_what_is_kept_and_the_checkpoint_ends_in_the_same_bits
 @pytest.mark.parametrize("saves", [1, 2, 5, 9, 14])
 def test_a_run_that_dies_among_its_clients_ends_in_the_same_bits(saves, pulled, tmp_path, monkeypatch):
     """Some clients of a round have kept something, the others have not; then half a file is left too."""
-    count, save = iter(range(1, 100)), Memory.save
+    count, save = iter(range(1, 100)), ClientState.save
 
     def dying(self, client, t, arrays):
         if next(count) >= saves:
@@ -389,7 +389,7 @@ def test_a_run_that_dies_among_its_clients_ends_in_the_same_bits(saves, pulled, 
         save(self, client, t, arrays)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Memory, "save", dying)
+        patched.setattr(ClientState, "save", dying)
         with pytest.raises(KeyboardInterrupt):
             list(run(tmp_path))
     list(run(tmp_path))
@@ -475,7 +475,7 @@ def test_a_client_whose_memory_is_not_finite_keeps_what_it_had():
     method = Poisoned(NET, batch=8, epochs=1)
     for done in federate(method, federation, Plan(3, 1), method.initial(0)):
         assert len(done.replies) == 1  # its update is finite, and counts
-        assert federation.memory.load("client 2", done.t + 1, CPU)["steps"].tolist() == [1]
+        assert federation.client_state.load("client 2", done.t + 1, CPU)["steps"].tolist() == [1]
 
 
 def test_groups_of_tensors_are_checked_together():
@@ -494,7 +494,7 @@ def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path,
     data = small.dataset(side=3, train=n)
     split = Split(tuple(np.arange(k, k + 1) for k in range(n)), (none,) * n)
     tensors = count_tensors()
-    simulator = Simulator(data, split, 0, ENGINE, 1, Memory(tmp_path / "memory"))
+    simulator = Simulator(data, split, 0, ENGINE, 1, ClientState(tmp_path / "memory"))
     assert count_tensors() - tensors < 10
     assert len(simulator.clients) == n
     looks, look = [], fedhassle.engine.client_state.round_files

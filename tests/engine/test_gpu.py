@@ -202,7 +202,7 @@ def test_running_out_of_memory_costs_lanes_and_no_round(caplog):
     with engine.active():
         expected, _ = train(method, site, message, None, 1, 0)
         pool = Lanes(engine)
-        pool.most = 4
+        pool.max_lanes = 4
         held, asked = [], pool._side_by_side
 
         def squeezed(work):

@@ -4,7 +4,6 @@ import gc
 import itertools
 import logging
 import threading
-import time
 import weakref
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ from hypothesis import strategies as st
 
 from fedhassle.engine.client import Job, Visit, train, visit
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu import lanes as module
-from fedhassle.engine.gpu.chains import chains, connected, joined
-from fedhassle.engine.gpu.lanes import Lane, Lanes
-from fedhassle.engine.gpu.sharing import EACH, FIRST, USUAL, Quiet, Streams
+from fedhassle.engine.gpu import recording
+from fedhassle.engine.gpu.lanes import Lanes, chains, connected, joined
+from fedhassle.engine.gpu.recording import Lane
+from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy, hard_labels
@@ -344,13 +343,13 @@ def test_chains_are_disjoint_complete_and_as_small_as_can_be(trained, keeps):
 
 def beginnings(monkeypatch):
     """Which lane begins which client's job, in order, from now on."""
-    plain, begun = Lane.perform, []
+    plain, begun = Lane.run_job, []
 
-    def perform(self, job, *args):
+    def run_job(self, job, *args):
         begun.append((self, job.site.client.name))
         return (yield from plain(self, job, *args))
 
-    monkeypatch.setattr(Lane, "perform", perform)
+    monkeypatch.setattr(Lane, "run_job", run_job)
     return begun
 
 
@@ -444,54 +443,6 @@ def test_another_gpu_has_streams_of_its_own():
     assert [stream.device.index for stream in made] == [0, 1]
 
 
-# Quiet
-
-
-def test_a_capture_waits_for_noise_and_noise_for_a_capture():
-    quiet, said, noisy, go = Quiet(), [], threading.Event(), threading.Event()
-
-    def noise():
-        with quiet.broken():
-            noisy.set()
-            assert go.wait(20)
-            with quiet.broken():  # within itself it does not wait, though a capture does
-                said.append("noise")
-
-    def capture():
-        with quiet.kept():
-            said.append("capture")
-
-    def more_noise():
-        with quiet.broken():
-            said.append("more noise")
-
-    first = threading.Thread(target=noise)
-    first.start()
-    assert noisy.wait(20)
-    second = threading.Thread(target=capture)
-    second.start()
-    wait_until(lambda: quiet._wanted == 1)
-    third = threading.Thread(target=more_noise)
-    third.start()
-    assert said == []
-    go.set()
-    for thread in (first, second, third):
-        thread.join(20)
-    assert said == ["noise", "capture", "more noise"]  # a capture that waits goes before new noise
-
-
-def test_quiet_is_given_back_after_an_error():
-    quiet = Quiet()
-    for way in (quiet.kept, quiet.broken, quiet.kept):
-        with pytest.raises(ZeroDivisionError), way():
-            raise ZeroDivisionError
-
-
-def wait_until(condition):
-    while not condition():
-        time.sleep(0.001)
-
-
 # Parts of an update
 
 
@@ -535,7 +486,9 @@ def test_a_client_that_does_nothing_keeps_what_it_has():
 def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkeypatch):
     """A first round that asks nobody says nothing of it."""
     made, seen = pool(2), []
-    monkeypatch.setattr(made, "_taken", lambda: seen.append([len(lane.programs) for lane in made.lanes]) or 0)
+    monkeypatch.setattr(
+        made, "_memory_in_use", lambda: seen.append([len(lane.programs) for lane in made.lanes]) or 0
+    )
     assert made.train([]) == []
     (site,) = by_size(8)
     made.train([visit(FedAvg(LINEAR, batch=4, epochs=1), site, START, None, 1, 0)])
@@ -544,9 +497,9 @@ def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkey
 
 def failing(monkeypatch, calls):
     """Makes some of the jobs, counted from 1, run out of memory after their first stretch."""
-    plain, count = Lane.perform, itertools.count(1)
+    plain, count = Lane.run_job, itertools.count(1)
 
-    def perform(self, *args):
+    def run_job(self, *args):
         steps, fails = plain(self, *args), next(count) in calls
         next(steps)
         if fails:
@@ -554,7 +507,7 @@ def failing(monkeypatch, calls):
         yield
         return (yield from steps)
 
-    monkeypatch.setattr(Lane, "perform", perform)
+    monkeypatch.setattr(Lane, "run_job", run_job)
 
 
 @pytest.mark.parametrize(
@@ -570,7 +523,7 @@ def test_a_round_out_of_memory_is_made_again_with_half_the_lanes(calls, left, mo
         assert_lanes_train_as_eagerly(made, method, sites)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        f"out of memory: the round is made again with {few} of {many} lanes"
+        f"out of memory: repeating the round with {few} of {many} lanes"
         for many, few in itertools.pairwise(left)
     ]
     assert len(made.lanes) == left[-1]
@@ -582,8 +535,8 @@ def test_a_job_that_does_not_fit_where_it_is_first_tried_is_the_users_to_change(
     def draw(job):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(module, "draw", draw)
-    with pytest.raises(UserError, match="not enough memory to train one client"):
+    monkeypatch.setattr(recording, "draw", draw)
+    with pytest.raises(UserError, match="not enough GPU memory"):
         assert_lanes_train_as_eagerly(pool(8), small.hassle(), clients(), rounds=1)
 
 
@@ -594,17 +547,17 @@ def test_one_lane_that_does_not_fit_is_the_users_to_change(count, monkeypatch, c
     planned = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
     with (
         caplog.at_level(logging.WARNING, "fedhassle"),
-        pytest.raises(UserError, match=r"not enough memory.*method\.batch.*precision=bf16.*device=cpu"),
+        pytest.raises(UserError, match=r"not enough GPU memory.*method\.batch.*precision=bf16.*device=cpu"),
     ):
         pool(count).train(planned)
     assert len(caplog.records) == count.bit_length() - 1  # 8, 4, 2, 1
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch):
-    def perform(self, *args):
+    def run_job(self, *args):
         yield
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(Lane, "perform", perform)
+    monkeypatch.setattr(Lane, "run_job", run_job)
     with pytest.raises(RuntimeError, match="something else"):
         pool(4).train([visit(small.hassle(), clients()[1], small.hassle().initial(0), None, 1, 0)])

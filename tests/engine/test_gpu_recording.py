@@ -18,8 +18,7 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
-from fedhassle.engine.gpu.recording import FunctionsByShape
-from fedhassle.engine.gpu.shapes import RECORDINGS, identity, shape_of
+from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identity, shape_of
 from fedhassle.losses import cross_entropy
 from fedhassle.method import SGD, Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
@@ -95,11 +94,11 @@ def written(buffers):
     } | {"labelling": buffers.labelling.clone()}
 
 
-def eagerly(job, kept, course):
-    """The buffers after the steps of a course, one by one."""
+def eagerly(job, kept, schedule):
+    """The buffers after the steps of a schedule, one by one."""
     buffers = prepare(job, job.message | kept, kept)
-    for i in range(course.steps):
-        advance(job, buffers, course.between(i, i + 1))
+    for i in range(schedule.steps):
+        advance(job, buffers, schedule.between(i, i + 1))
     return buffers
 
 
@@ -310,10 +309,10 @@ def test_any_number_of_steps_is_made_of_stretches_of_two_sizes(steps):
 @pytest.mark.parametrize("steps", [1, 3, STRETCH, STRETCH + 4])
 def test_a_stretch_to_record_with_is_the_first_steps_over_and_over(steps):
     (job, _), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1), site(labelled=6 * steps))
-    course = draw(job)
-    assert course.steps == steps
-    found = pytree.tree_leaves(stretched(course))
-    for tensor, original in zip(found, pytree.tree_leaves(course), strict=True):
+    schedule = draw(job)
+    assert schedule.steps == steps
+    found = pytree.tree_leaves(stretched(schedule))
+    for tensor, original in zip(found, pytree.tree_leaves(schedule), strict=True):
         expected = [original[i % steps] for i in range(STRETCH)]
         assert torch.equal(tensor, torch.stack(expected))
 
@@ -323,7 +322,7 @@ def test_a_stretch_to_record_with_is_the_first_steps_over_and_over(steps):
 
 @pytest.mark.parametrize("build", [small.ConvNet, small.Linear])
 def test_buffers_keep_their_places_over_jobs(build):
-    """A graph reads and writes addresses: those of the buffers and of the course stay for all rounds."""
+    """A graph reads and writes addresses: those of the buffers and of the schedule stay for all rounds."""
     method, lanes = small.Tutored(small.net(build, 3), epochs=2, lr=0.01), small_lanes()
     state, memory, places = method.initial(0), {}, []
     for t in (1, 2, 3):
@@ -332,7 +331,7 @@ def test_buffers_keep_their_places_over_jobs(build):
         memory |= {update.client.name: kept for update, kept in found}
         state = method.merge(state, [update for update, _ in found], t, None)
         programs = [program for lane in lanes.lanes for program in lane.programs.values()]
-        leaves = [pytree.tree_leaves((program.buffers, program.course)) for program in programs]
+        leaves = [pytree.tree_leaves((program.buffers, program.schedule)) for program in programs]
         places.append([leaf.data_ptr() for leaf in itertools.chain(*leaves)])
     assert places[0] == places[1] == places[2] and len(places[0]) > 20
 
@@ -553,7 +552,7 @@ def assert_compiled_is_eager(method, here):
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
         found = functions.find("key", job, there)
         there.load(job, job.message | kept)
-        there.feed(stretched(draw(job)))
+        there.load_schedule(stretched(draw(job)))
         there.run(found, 1)
         expected = written(eagerly(job, kept, draw(job).between(0, 1)))
         for key, value in written(there.buffers).items():
@@ -639,7 +638,9 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(caplog):
     functions._known["key"] = job, found._replace(capture=True)
     with caplog.at_level(logging.WARNING, "fedhassle"):
         for _ in range(2):
-            assert not functions.give_up("key", job, RuntimeError("not while capturing\nat all")).capture
+            assert not functions.stop_capturing(
+                "key", job, RuntimeError("not while capturing\nat all")
+            ).capture
     assert not functions.find("key", job, program(job, kept)).capture
     (record,) = caplog.records
     assert record.getMessage() == (

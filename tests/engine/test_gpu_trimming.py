@@ -8,8 +8,8 @@ from small import CPU
 
 from fedhassle.engine.client import train, visit
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.ahead import EVERY, Noting
 from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.gpu.precompute import EVERY, NameRecorder
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.methods import METHODS, FedAvg, Hassle
 from fedhassle.randomness import generator
@@ -93,7 +93,7 @@ def test_what_is_asked_for_may_depend_on_what_there_is():
 )
 def test_every_way_to_ask_is_noted(ask, names):
     noted: set[str] = set()
-    ask(Noting({"a": 1, "b": 2}, noted))
+    ask(NameRecorder({"a": 1, "b": 2}, noted))
     assert noted - {"a", "b"} == names - {"a", "b"} and names <= noted
 
 

@@ -10,7 +10,6 @@ import torch
 
 from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import accuracy
-from fedhassle.engine.gpu.sharing import QUIET
 from fedhassle.engine.rounds import Plan, Reply, federate, select
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Descent, Update
@@ -114,20 +113,6 @@ def test_the_bytes_of_a_line_are_those_of_each_kind_and_way(method, down, up):
         expected = [vector * n * each for n, each in zip(clients, vectors, strict=True)]
         assert line[way] == dict(zip(kinds, expected, strict=True))
     assert line["clients"] == dict(zip(kinds, (2, 6, 4), strict=True))
-
-
-def test_networks_may_run_where_updates_are_merged():
-    """FedMatch asks one: no capture of another run may overlap."""
-
-    @dataclass(frozen=True)
-    class Asking(FedAvg):
-        def merge(self, state, updates, t, rng):
-            inside.append(QUIET._noisy)
-            return super().merge(state, updates, t, rng)
-
-    inside = []
-    one_round(Scripted({"ann": (3, [1.0])}), {"w": torch.zeros(1)}, Asking(NET))
-    assert inside == [1] and QUIET._noisy == 0
 
 
 def test_when_every_update_is_bad_the_run_ends():
@@ -246,7 +231,9 @@ def test_a_client_that_drops_out_keeps_its_memory_as_it_was():
     federation = small.simulator(only={"client 1", "client 2"})
     steps = []
     for done in federate(method, federation, Plan(3, 2), method.initial(0)):
-        kept = [federation.memory.load(name, done.t + 1, small.CPU) for name in ("client 1", "client 2")]
+        kept = [
+            federation.client_state.load(name, done.t + 1, small.CPU) for name in ("client 1", "client 2")
+        ]
         steps.append([arrays["steps"].item() for arrays in kept])
         assert len(done.replies) == (1 if done.t == 2 else 2)
         assert torch.isfinite(done.state["w"]).all()

@@ -131,7 +131,7 @@ def test_both_ends_of_fedmatch_have_what_was_sent():
         state = method.merge(state, updates, t, None)
         assert small.same(done.state, state)
     assert spared > 3  # else nothing was tested
-    loaded = {name: here.memory.load(HELD + name, 9, small.CPU) for name in held}
+    loaded = {name: here.client_state.load(HELD + name, 9, small.CPU) for name in held}
     assert all(small.same(loaded[name], held[name]) for name in held)
 
 
@@ -141,7 +141,7 @@ def test_with_everything_sent_nothing_is_remembered_and_all_bytes_count():
     whole = 4 * sum(map(len, method.initial(0).values()))
     for done in federate(method, here, Plan(3, 6, 0), method.initial(0)):
         assert {reply.bytes_down for reply in done.replies} == {whole}
-    assert not here.memory.folder.exists()
+    assert not here.client_state.folder.exists()
 
 
 def test_other_methods_send_everything():
@@ -168,7 +168,7 @@ def test_a_client_that_failed_drops_out_and_is_not_remembered(bad, monkeypatch, 
         for done in federate(method, here, Plan(3, 6, 0), method.initial(0)):
             names = {reply.update.client.name for reply in done.replies}
             assert (failing in names) == (done.t != 2)
-            held[done.t] = here.memory.load(HELD + failing, done.t + 1, small.CPU)
+            held[done.t] = here.client_state.load(HELD + failing, done.t + 1, small.CPU)
             assert all(torch.isfinite(v).all() for v in done.state.values())
     assert small.same(held[1], held[2]) and not small.same(held[2], held[3])
     assert [f"dropped {failing}" in record.getMessage() for record in caplog.records] == [True]

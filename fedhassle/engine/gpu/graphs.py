@@ -1,4 +1,4 @@
-"""Functions on tensors as graphs: traced and fused by a compiler, or captured by CUDA and replayed."""
+"""Functions on tensors as graphs: traced and fused by a compiler, or captured and replayed by CUDA."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
-from fedhassle.engine.gpu.sharing import QUIET
+from fedhassle.nets import CAPTURE_LOCK
 
 
 class Compiler:
-    """Functions on trees of tensors as fused kernels; what makes the same operations is compiled once."""
+    """Compiles functions on trees of tensors to fused kernels; equal graphs of operations only once."""
 
     def __init__(self) -> None:
         self._fused: dict[Hashable, Callable[..., Any]] = {}
-        # It warns of each matrix product whose ways it cannot compare by time: nothing for a user to mend.
+        # It warns of each matrix product that it cannot autotune, about which a user can do nothing.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.ERROR)
 
     def __call__(self, function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-        """The function, for trees of the same shapes.
+        """The compiled function, for trees of the same shapes.
 
-        It is first traced down to the operations that it makes on tensors, its backward pass included: so
-        it may be any Python, and nothing but those operations is compiled.
+        The function is first traced to its operations on tensors, including its backward pass. So it may
+        contain any Python, and only the operations are compiled.
         """
         leaves, spec = pytree.tree_flatten(trees)
-        made: list[Any] = []  # the shape of what it returns
+        made: list[Any] = []  # the tree structure of its result
 
         def flat(*leaves: Tensor) -> list[Tensor]:
             result, shape = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
@@ -59,21 +59,21 @@ class Compiler:
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
-    """The operations that a function makes on tensors."""
-    with enable_python_dispatcher():  # BatchNorm as an operation that says that it moves its statistics
+    """The operations of a function on tensors, as a graph."""
+    with enable_python_dispatcher():  # shows BatchNorm as an operation that updates its statistics
         return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def in_fewer_kernels(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
-    """The same with BatchNorm around operations of our own, where there is any and it pays."""
+    """The graph with BatchNorm rewritten to our own operations, where that is faster."""
     return traced(Rewriting(graph).run, inputs) if rewritable(graph) else graph
 
 
 def ordered_by_use(graph: GraphModule) -> list[int]:
-    """Takes out what is not used, then orders and names the inputs by their first use.
+    """Removes unused nodes, then orders and names the inputs by their first use.
 
-    So functions that make the same operations on tensors of other names become the same graph. Returns
-    which of the inputs there were are the inputs now.
+    So functions with the same operations on tensors of other names become the same graph. Returns the old
+    index of each remaining input.
     """
     for node in reversed(list(graph.graph.nodes)):
         if isinstance(node.target, OpOverload) and not node.users and not node.target._schema.is_mutable:
@@ -96,27 +96,27 @@ def ordered_by_use(graph: GraphModule) -> list[int]:
 
 
 def signature(tensor: Tensor) -> Hashable:
-    """All of a tensor that kernels depend on."""
+    """The properties of a tensor that kernels depend on."""
     return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
 
 
 def constants(graph: GraphModule) -> Hashable:
-    """The tensors that a graph holds: those of the views, and the like, each at its place."""
+    """Identities of the constant tensors in a graph, such as those of the views, in order."""
     held = (getattr(graph, str(node.target)) for node in graph.graph.nodes if node.op == "get_attr")
     return tuple(id(tensor) for tensor in held)
 
 
 class UncapturableError(RuntimeError):
-    """A step that no graph can hold."""
+    """A step that cannot be captured in a graph."""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises at operations for which the host waits for the GPU, before a capture stumbles over them."""
+class SyncDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at operations that make the host wait for the GPU, which a capture does not allow."""
 
     def __torch_dispatch__(
         self, operation: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Makes an operation, if it goes without waiting."""
+        """Runs an operation; raises if it waits."""
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         result = operation(*args, **(kwargs or {}))
         made = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
@@ -125,19 +125,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sized_by_data = torch.Tag.dynamic_output_shape in operation.tags
         sized_by_data &= masks or operation is not torch.ops.aten.index.Tensor
         if torch.Tag.data_dependent_output in operation.tags or sized_by_data or len(devices) > 1:
-            raise UncapturableError(f"{operation} waits for what is on the device")
+            raise UncapturableError(f"{operation} waits for a value on the device")
         return result
 
 
 def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """What `run` does on the current stream, as a graph to replay."""
+    """Captures the work of `run` on the current stream; returns a function that replays it."""
     graph = torch.cuda.CUDAGraph()
-    with QUIET.kept(), no_garbage_collected():
+    with CAPTURE_LOCK.capturing(), no_garbage_collection():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
         except BaseException:
-            with suppress(RuntimeError):  # that the capture is spoilt is known; why is what matters
+            with suppress(RuntimeError):  # the first error matters, not the failed capture
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -145,8 +145,8 @@ def captured(run: Callable[[], None], pool: Any) -> Callable[[], None]:
 
 
 @contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """A graph that is freed while another is being captured spoils it."""
+def no_garbage_collection() -> Iterator[None]:
+    """Turns garbage collection off: freeing a graph invalidates the capture of another."""
     collecting = gc.isenabled()
     gc.disable()
     try:

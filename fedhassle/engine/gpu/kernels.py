@@ -1,7 +1,7 @@
-"""Sums over a batch for BatchNorm, as Triton kernels: one each, where a compiler makes three to five.
+"""Sums over a batch for BatchNorm, as one Triton kernel each; a compiler generates three to five.
 
-Rows are the pixels of all images, columns the channels, as they lie in channels_last. Each program sums a
-block of rows; the last of them to end adds up what all have left, in a fixed order.
+Rows are the pixels of all images, columns the channels, in channels_last order. Each program sums a block of
+rows; the last one to finish adds up the partial sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTH = 32  # channels of a tile, at most
+WIDTH = 32  # maximum number of channels of a tile
 ENTRIES = 2048  # of a tile
-TILES = 4  # loaded at once, so that the memory is kept busy
+TILES = 4  # loaded at once, to keep the memory busy
 WARPS = 4
-STAGES = 3  # laps under way at once: the next are loaded while one is summed
-PROGRAMS = 128  # at most, over all columns: about one for each multiprocessor of a large GPU
-ADDED = 4096  # entries of what the programs leave that are loaded at once
+STAGES = 3  # of the software pipeline: the next laps are loaded while one is summed
+PROGRAMS = 128  # maximum over all columns: about one per multiprocessor of a large GPU
+ADDED = 4096  # entries of the partial sums that are loaded at once
 
-# Of each stream, whose kernels never run at once; zero between them.
+# One per stream, whose kernels never overlap; zero between kernels.
 counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -36,7 +36,7 @@ def _sums(  # type: ignore[no-untyped-def]
     if BACKWARD:
         centre = tl.load(mean + c, mask=inside, other=0.0)
         narrow = tl.load(spread + c, mask=inside, other=0.0)
-    else:  # any pixel: as near to the mean as the spread, so that squares keep their digits
+    else:  # any pixel is near enough to the mean for squares to keep their precision
         centre = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
     if MASKED:
         slope = narrow * tl.load(gain + c, mask=inside, other=0.0)
@@ -88,20 +88,20 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 def moments(x: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float) -> Tensor:
-    """(2, C): mean and 1/√(variance + ε) of each channel; the running ones move towards them."""
+    """Mean and 1/√(variance + ε) of each channel, (2, C); updates the running statistics."""
     return _launch(laid(x), mean=mean, variance=variance, momentum=momentum, eps=eps)
 
 
 def gradient_sums(
     gradient: Tensor, x: Tensor, moments: Tensor, gain: Tensor | None, shift: Tensor | None
 ) -> Tensor:
-    """(2, C): Σg and Σg·x̂, with g zero where a ReLU of gain·x̂ + shift, if these are given, is zero."""
+    """Σg and Σg·x̂, (2, C); if gain and shift are given, g is zero where ReLU(gain·x̂ + shift) is zero."""
     mean, spread = moments
     return _launch(laid(x), mean=mean, spread=spread, gradient=laid(gradient), gain=gain, shift=shift)
 
 
 def laid(x: Tensor) -> Tensor:
-    """Feature maps in channels_last; a copy only of those that are not, such as a gradient spread out."""
+    """Feature maps in channels_last; copied only if they are not, such as an expanded gradient."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -134,7 +134,7 @@ def _launch(
 
 
 def _counter(device: torch.device, columns: int) -> Tensor:
-    """Zeros, which kernels of the current stream count with and leave zero."""
+    """Counters of the current stream, which are zero before and after each kernel."""
     key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     if key not in counters or len(counters[key]) < columns:
         counters[key] = torch.zeros(max(64, columns), dtype=torch.int32, device=device)

@@ -1,172 +1,124 @@
-"""A few lanes, each replaying one client's steps on a stream of its own.
+"""A pool of lanes that trains the clients of a round on one GPU.
 
-One thread keeps all lanes going: it hands each its next stretch of steps as soon as the lane can take it, and
-never waits for one of them. Lanes run on a CPU too, in turns, so that all but the capturing is tested there.
+Jobs of a client that do not depend on each other form separate chains. One thread keeps all lanes busy: it
+gives each lane its next stretch of steps as soon as the lane can take it, and never waits for a single lane.
+Lanes also run on a CPU, in turns, so that everything but the capture is tested there.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from fedhassle.engine.client import (
-    Buffers,
-    Job,
-    Trained,
-    Visit,
-    draw,
-    follow,
-    make_steps,
-    perform,
-    run_to_end,
-)
+from fedhassle.engine.client import Job, Trained, Visit, collect, run_jobs
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.chains import Chain, chains, joined
-from fedhassle.engine.gpu.graphs import captured
-from fedhassle.engine.gpu.program import Program, StretchFunctions, stretches
-from fedhassle.engine.gpu.recording import FunctionsByShape
-from fedhassle.engine.gpu.shapes import shape_of
-from fedhassle.engine.gpu.sharing import FIRST, QUIET, STREAMS, USUAL
-from fedhassle.engine.gpu.trimming import Trimmer
+from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer, shape_of
+from fedhassle.engine.gpu.streams import FIRST, STREAMS, USUAL
 from fedhassle.errors import UserError, require
+from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
 SHARE = 0.8  # of the free memory that lanes may take
-AHEAD = 2  # stretches that a lane may have before it: one under way, one to go on with
-PAUSE = 20e-6  # seconds between two looks at lanes that are all busy
+PAUSE = 20e-6  # seconds between two checks of lanes that are all busy
 
 Example = tuple[Job, Arrays]
-"""One job of a shape, and what its client keeps."""
-
-# Recording is the business of one thread at a time, whichever run it belongs to.
-recording = threading.Lock()
+"""A job of some shape, and the arrays that its client keeps."""
 
 
-class Lane:
-    """A stream, and a program for each shape of job that has come along."""
-
-    def __init__(
-        self, functions: FunctionsByShape, stream: torch.cuda.Stream | None = None, small: bool = False
-    ) -> None:
-        self.functions = functions
-        self.stream = stream
-        self.small = small  # whether it takes the shortest chains
-        self.pool = None
-        if stream is not None:
-            self.pool = torch.cuda.graph_pool_handle()  # one for all graphs of a lane: they take turns
-            weakref.finalize(self, STREAMS.give_back, stream)
-        self.programs: dict[Hashable, Program] = {}
-        self.marks: deque[torch.cuda.Event] = deque()  # behind each stretch that is under way
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Work goes to this lane's stream."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def catch_up(self) -> None:
-        """What it does next comes after all that is queued now: it may read that, or take its memory."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
-    def wait(self) -> None:
-        """Until all that it has before it is done."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def full(self) -> bool:
-        """Whether it has as much before it as it may: more, and the call that adds it would wait."""
-        while self.marks and self.marks[0].query():  # type: ignore[no-untyped-call]
-            self.marks.popleft()
-        return len(self.marks) >= AHEAD
-
-    def perform(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
-        """All steps of a job, by replaying stretches of them; may be left after each."""
-        if not self.functions.worth_it(shape_of(job, kept), job):
-            with QUIET.broken(), self.functions.engine.lowered():
-                return make_steps(job, start, kept)
-        course = draw(job)
-        program = self.program(job, start, kept)
-        program.load(job, start)
-        first = 0
-        for steps in stretches(job.steps):
-            program.feed(course.between(first, first + steps))
-            program.runs[steps]()
-            first += steps
-            if self.stream is not None:
-                self.marks.append(self.stream.record_event())
-            yield
-        return program.buffers
-
-    def program(self, job: Job, start: Arrays, kept: Arrays) -> Program:
-        """The program of a job's shape, with a recording for each size of its stretches."""
-        key = shape_of(job, kept)
-        sizes = set(stretches(job.steps))
-        if key in self.programs and sizes <= set(self.programs[key].runs):
-            return self.programs[key]
-        with recording:
-            if key not in self.programs:
-                self.programs[key] = Program(job, start, kept, draw(job))
-            program = self.programs[key]
-            with QUIET.broken():
-                functions = self.functions.find(key, job, program)
-            for steps in sorted(sizes - set(program.runs)):
-                program.runs[steps] = self.record(key, job, program, functions, steps)
-        return program
-
-    def record(
-        self, key: Hashable, job: Job, program: Program, functions: StretchFunctions, steps: int
-    ) -> Callable[[], None]:
-        """A stretch of steps as one graph; where there is no GPU or it cannot be captured, as a function."""
-        if self.stream is None or not functions.capture:
-            return partial(eagerly, program, functions, steps)
-        try:
-            with QUIET.broken():
-                program.try_out(functions, steps)  # libraries choose their kernels now, not in a capture
-                self.stream.synchronize()
-            return captured(partial(program.run, functions, steps), self.pool)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            return partial(eagerly, program, self.functions.give_up(key, job, error), steps)
+# Chains of jobs
 
 
-def eagerly(program: Program, functions: StretchFunctions, steps: int) -> None:
-    """A stretch of steps that is not captured."""
-    with QUIET.broken():
-        program.run(functions, steps)
+class Chain(NamedTuple):
+    """Jobs of one client that depend on each other, as a visit of their own; chains are independent."""
+
+    client: int  # index of the client's visit
+    visit: Visit
 
 
-class Shift:
-    """Chains on their way through the lanes: those that wait, those under way and those done."""
+class Component(NamedTuple):
+    """Jobs that depend on each other, and the names that they train."""
+
+    names: set[str]
+    places: list[int]  # indices of the jobs in their visit
+
+
+def chains(visits: Sequence[Visit]) -> list[Chain]:
+    """The chains of all clients."""
+    return [Chain(i, part) for i, visit in enumerate(visits) for part in connected(visit)]
+
+
+def connected(visit: Visit) -> list[Visit]:
+    """Splits a client's jobs into chains: jobs depend on each other if they train a common name.
+
+    All jobs of a client that keeps arrays form one chain. Labels given before training are counted by
+    `joined`.
+    """
+    components: list[Component] = []
+    for place, job in enumerate(visit.jobs):
+        new = Component(set(job.phase.trained), [place])
+        met = [component for component in components if visit.kept or component.names & new.names]
+        for component in met:
+            components.remove(component)
+            new = Component(new.names | component.names, new.places + component.places)
+        components.append(new)
+    counted = visit.update.labelling
+    empty = visit.update._replace(labelling=None if counted is None else torch.zeros_like(counted))
+    in_order = [tuple(visit.jobs[place] for place in sorted(component.places)) for component in components]
+    return [Visit(jobs, visit.kept, empty) for jobs in in_order]
+
+
+def joined(visit: Visit, parts: Sequence[Trained]) -> Trained:
+    """Joins the results of a client's chains."""
+    update = visit.update
+    kept = visit.kept
+    for part, memory in parts:
+        update = update._replace(arrays=update.arrays | part.arrays, losses=update.losses | part.losses)
+        if update.labelling is not None and part.labelling is not None:
+            update = update._replace(labelling=update.labelling + part.labelling)
+        kept = memory
+    names = dict.fromkeys(name for job in visit.jobs for name in job.phase.trained)
+    arrays = {name: update.arrays[name] for name in names}
+    losses = {name: update.losses[name] for name in names}
+    return update._replace(arrays=arrays, losses=losses), kept
+
+
+def run_chain(visit: Visit, lane: Lane) -> Generator[None, None, Trained]:
+    """Runs the jobs of a chain on a lane, as `client.run_jobs` does; pauses after each stretch of steps."""
+    update, kept = visit.update, visit.kept
+    for job in visit.jobs:
+        buffers = yield from lane.run_job(job, job.message | update.arrays | kept, kept)
+        update, kept = collect(job, buffers, update, kept)
+    return update, kept
+
+
+# Lanes
+
+
+class ChainQueue:
+    """Chains that wait for a lane, run on one, or are done."""
 
     def __init__(self, work: Sequence[Chain], longest_first: Sequence[int]) -> None:
         self.work = work
-        self.waiting = deque(longest_first)  # places in `work`, as all that follow
+        self.waiting = deque(longest_first)  # indices in `work`, here and below
         self.busy: dict[Lane, tuple[int, Generator[None, None, Trained]]] = {}
         self.done: dict[int, Trained] = {}
 
     def advance(self, lane: Lane) -> bool:
-        """Hands a lane its next stretch, of its chain or of one that waits; False where it can take none."""
+        """Queues the next stretch of a lane's chain, or of a waiting chain; False if nothing was queued."""
         if lane.full() or (lane not in self.busy and not self.waiting):
             return False
         if lane not in self.busy:
-            i = self.waiting.pop() if lane.small else self.waiting.popleft()
-            self.busy[lane] = i, follow(self.work[i].visit, lane.perform)
+            i = self.waiting.pop() if lane.shortest else self.waiting.popleft()
+            self.busy[lane] = i, run_chain(self.work[i].visit, lane)
         i, training = self.busy[lane]
         try:
             with lane.current():
@@ -185,27 +137,27 @@ class Lanes:
         self.functions = FunctionsByShape(engine)
         self.trimmer = Trimmer(engine)
         self.lanes: list[Lane] = []
-        self.most = max(1, engine.lanes)
-        self.seconds: dict[Hashable, float] = {}  # of one step of each shape, alone on the device
+        self.max_lanes = max(1, engine.lanes)
+        self.seconds: dict[Hashable, float] = {}  # of one step per shape, with the device to itself
 
     def train(self, visits: Sequence[Visit]) -> list[Trained]:
-        """What each client sends back and keeps; the last of it may still be under way on the device."""
+        """Trains clients and returns their results in order; the device may still be computing them."""
         while True:
             try:
                 return self._train(visits)
-            except torch.OutOfMemoryError as error:  # a visit can be made again: it changed nothing
+            except torch.OutOfMemoryError as error:  # a visit has no side effects, so it can run again
                 if len(self.lanes) <= 1:
                     raise UserError(
-                        "the GPU has not enough memory to train one client: try a smaller method.batch, "
+                        "not enough GPU memory to train one client: try a smaller method.batch, "
                         "precision=bf16, or device=cpu"
                     ) from error
-            self._halve()  # here, where the error does not keep alive what is given back
+            self._halve()  # not in the handler, where the traceback keeps the memory alive
 
     def _train(self, visits: Sequence[Visit]) -> list[Trained]:
         alone = [i for i, visit in enumerate(visits) if any(job.draws_globally for job in visit.jobs)]
-        with QUIET.broken():
+        with CAPTURE_LOCK.eager():
             work = [self._trimmed(chain) for chain in chains(visits) if chain.client not in alone]
-        self._get_ready(work)
+        self._prepare_lanes(work)
         done = self._side_by_side(work)
         parts: list[list[Trained]] = [[] for _ in visits]
         for i, chain in enumerate(work):
@@ -215,76 +167,78 @@ class Lanes:
         ]
 
     def _trimmed(self, chain: Chain) -> Chain:
-        """A chain whose jobs receive what they use alone."""
+        """A chain whose jobs receive only the arrays that they read."""
         jobs = tuple(self.trimmer.trimmed(job, chain.visit.kept) for job in chain.visit.jobs)
         return chain._replace(visit=chain.visit._replace(jobs=jobs))
 
     def _side_by_side(self, work: Sequence[Chain]) -> dict[int, Trained]:
-        """Chains on all lanes, by their place; whichever lane is free takes the next.
+        """Runs chains on all lanes and returns their results by index; a free lane takes the next chain.
 
-        Every other lane takes the shortest instead of the longest: its kernels, which go before those of
-        the others, fill the gaps that these leave.
+        Every other lane takes the shortest chain instead of the longest. Its kernels have a higher priority
+        and fill the gaps that the other lanes leave.
         """
-        shift = Shift(work, sorted(range(len(work)), key=lambda i: -self._cost(work[i])))
-        with self._apart():
-            while shift.waiting or shift.busy:
-                advanced = [shift.advance(lane) for lane in self.lanes]
+        queue = ChainQueue(work, sorted(range(len(work)), key=lambda i: -self._cost(work[i])))
+        with self._ordered():
+            while queue.waiting or queue.busy:
+                advanced = [queue.advance(lane) for lane in self.lanes]
                 if not any(advanced):
                     time.sleep(PAUSE)
-        return shift.done
+        return queue.done
 
     def _alone(self, visit: Visit) -> Trained:
-        """A client whose network draws by itself, from a state that all lanes would share."""
-        self.functions.tell("clients train one after another: the network draws random numbers by itself")
-        with QUIET.broken(), self.engine.lowered():
-            return run_to_end(follow(visit, perform))
+        """Trains a client whose network draws from the global random state, which all lanes share."""
+        self.functions.warn_once("clients train one by one: the network draws random numbers by itself")
+        with CAPTURE_LOCK.eager(), self.engine.lowered():
+            return run_jobs(visit)
 
-    def _get_ready(self, work: Sequence[Chain]) -> None:
-        """Records what is new on the first lane, and opens as many lanes as there is work and memory for."""
+    def _prepare_lanes(self, work: Sequence[Chain]) -> None:
+        """Records new shapes on the first lane, and opens as many lanes as work and memory allow."""
         if not work:
             return
         new = self._new_shapes(work)
         if self.lanes:
-            self._rehearse_all(new)
+            self._record_all(new)
         else:
             self._open_first(new)
-        while len(self.lanes) < min(self.most, len(work)):
-            self.lanes += self._opened()
+        while len(self.lanes) < min(self.max_lanes, len(work)):
+            self.lanes += self._open_lane()
 
     def _new_shapes(self, work: Sequence[Chain]) -> dict[Hashable, Example]:
-        """A job of each shape that was not rehearsed yet and is worth it."""
+        """A job of each shape that is not recorded yet and worth recording."""
         jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
         new = {key: example for example in jobs if (key := shape_of(*example)) not in self.seconds}
-        return {key: example for key, example in new.items() if self.functions.worth_it(key, example[0])}
+        return {
+            key: example for key, example in new.items() if self.functions.worth_recording(key, example[0])
+        }
 
     def _open_first(self, new: Mapping[Hashable, Example]) -> None:
-        """Opens the first lane and rehearses on it: what it takes says how many more the memory holds."""
-        before = self._taken()
-        self.lanes = self._opened()
-        self._rehearse_all(new)
-        taken = self._taken() - before
+        """Opens the first lane and records on it; the memory that this takes limits the number of lanes."""
+        before = self._memory_in_use()
+        self.lanes = self._open_lane()
+        self._record_all(new)
+        taken = self._memory_in_use() - before
         if taken > 0:
             room = int(SHARE * torch.cuda.mem_get_info(self.engine.device)[0] / taken)
-            self.most = min(self.most, 1 + room)
+            self.max_lanes = min(self.max_lanes, 1 + room)
 
-    def _rehearse_all(self, new: Mapping[Hashable, Example]) -> None:
-        """Makes the first lane able to do each of these, and notes how long a step takes."""
-        self.seconds |= {key: self._rehearse(job, kept) for key, (job, kept) in new.items()}
+    def _record_all(self, new: Mapping[Hashable, Example]) -> None:
+        """Records each of these shapes on the first lane, and stores the seconds of a step."""
+        self.seconds |= {key: self._record(job, kept) for key, (job, kept) in new.items()}
 
-    def _opened(self) -> list[Lane]:
-        """One more lane; none where the GPU has no stream left, after which there will be no more."""
-        small = len(self.lanes) % 2 == 1
+    def _open_lane(self) -> list[Lane]:
+        """A list with one more lane; empty if the GPU has no stream left, and then for good."""
+        shortest = len(self.lanes) % 2 == 1
         if self.engine.device.type != "cuda":
-            return [Lane(self.functions, None, small)]
-        stream = STREAMS.take(self.engine.device, FIRST if small else USUAL)
+            return [Lane(self.functions, None, shortest)]
+        stream = STREAMS.take(self.engine.device, FIRST if shortest else USUAL)
         if stream is not None:
-            return [Lane(self.functions, stream, small)]
-        require(bool(self.lanes), "too many runs at once on one GPU: it has no stream left for this one")
-        self.most = len(self.lanes)
+            return [Lane(self.functions, stream, shortest)]
+        require(bool(self.lanes), "too many runs at once on one GPU: no stream is left for this one")
+        self.max_lanes = len(self.lanes)
         return []
 
-    def _rehearse(self, job: Job, kept: Arrays) -> float:
-        """The seconds of a step, on the first lane, which is then able to make it."""
+    def _record(self, job: Job, kept: Arrays) -> float:
+        """Records a job on the first lane and returns the seconds of a step."""
         lane = self.lanes[0]
         lane.catch_up()
         with lane.current():
@@ -299,14 +253,14 @@ class Lanes:
             return (time.perf_counter() - clock) / steps
 
     def _cost(self, chain: Chain) -> float:
-        """About how many seconds it takes; what is never recorded counts like the longest step."""
+        """Estimated seconds of a chain; a step that is not recorded counts like the longest one."""
         most = max(self.seconds.values(), default=1.0)
         shapes = [(job.steps, shape_of(job, chain.visit.kept)) for job in chain.visit.jobs]
         return sum(steps * self.seconds.get(shape, most) for steps, shape in shapes)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """The lanes begin after what is queued now; what is queued afterwards waits for the lanes."""
+    def _ordered(self) -> Iterator[None]:
+        """Makes lanes wait for work queued before the block, and work queued after it wait for the lanes."""
         for lane in self.lanes:
             lane.catch_up()
         yield
@@ -314,21 +268,21 @@ class Lanes:
             if lane.stream is not None:
                 torch.cuda.current_stream(self.engine.device).wait_stream(lane.stream)
 
-    def _taken(self) -> int:
-        """The memory in use; what the allocator merely holds is given back, or it would count."""
+    def _memory_in_use(self) -> int:
+        """Bytes in use on the device, after the allocator has returned its cached memory."""
         if self.engine.device.type != "cuda":
             return 0
-        with recording:  # the allocator cannot give back while anything is being recorded
+        with RECORDING_LOCK:  # the allocator cannot return memory during a capture
             torch.cuda.empty_cache()
             return torch.cuda.memory_reserved(self.engine.device)
 
     def _halve(self) -> None:
-        """Half as many lanes, with the memory of all given back."""
-        self.most = len(self.lanes) // 2
-        log.warning("out of memory: the round is made again with %d of %d lanes", self.most, len(self.lanes))
+        """Closes all lanes, returns their memory, and allows half as many."""
+        self.max_lanes = len(self.lanes) // 2
+        log.warning("out of memory: repeating the round with %d of %d lanes", self.max_lanes, len(self.lanes))
         for lane in self.lanes:
             lane.wait()
         self.lanes = []
         self.seconds = {}
         gc.collect()
-        self._taken()  # gives it back
+        self._memory_in_use()  # returns the memory

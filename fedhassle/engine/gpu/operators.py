@@ -1,6 +1,6 @@
-"""Operations that compiled steps are made of besides PyTorch's own: opaque to the compiler, one kernel each.
+"""Our own operations in compiled steps: opaque to the compiler, one kernel each.
 
-On a GPU they are Triton's and cuDNN's; elsewhere, and in tests, plain functions that compute the same.
+On a GPU they use Triton and cuDNN; on a CPU, for tests, plain functions that compute the same.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PIXELS = (0, 2, 3)  # the axes of a batch of feature maps that are not channels
+PIXELS = (0, 2, 3)  # axes of a batch of feature maps, without channels
 
 
 @torch.library.custom_op("fedhassle::moments", mutates_args=("mean", "variance"))
 def moments(x: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float) -> Tensor:
-    """(2, C): mean and 1/√(variance + ε) of each channel; the running ones move towards them."""
+    """Mean and 1/√(variance + ε) of each channel, (2, C); updates the running statistics."""
     if x.is_cuda:
-        from fedhassle.engine.gpu import kernels  # Triton, which comes with PyTorch for GPUs alone
+        from fedhassle.engine.gpu import kernels  # needs Triton, which only comes with PyTorch for GPUs
 
         return kernels.moments(x, mean, variance, momentum, eps)
     now, centre = torch.var_mean(x.float(), PIXELS, correction=0)
@@ -35,7 +35,7 @@ def _(x: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float) ->
 def gradient_sums(
     gradient: Tensor, x: Tensor, moments: Tensor, gain: Tensor | None, shift: Tensor | None
 ) -> Tensor:
-    """(2, C): Σg and Σg·x̂, with g zero where a ReLU of gain·x̂ + shift, if these are given, is zero."""
+    """Σg and Σg·x̂, (2, C); if gain and shift are given, g is zero where ReLU(gain·x̂ + shift) is zero."""
     if x.is_cuda:
         from fedhassle.engine.gpu import kernels
 
@@ -73,10 +73,10 @@ def _(
 
 
 def standardised(x: Tensor, moments: Tensor) -> Tensor:
-    """x̂: feature maps with mean 0 and variance 1 in each channel."""
+    """x̂: feature maps with mean 0 and variance 1 per channel."""
     return (x.float() - per_channel(moments[0])) * per_channel(moments[1])
 
 
 def per_channel(vector: Tensor) -> Tensor:
-    """A vector (C,) that goes with feature maps (B, C, H, W)."""
+    """A vector (C,) that broadcasts over feature maps (B, C, H, W)."""
     return vector[:, None, None]

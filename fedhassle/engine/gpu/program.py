@@ -1,6 +1,6 @@
-"""What a job does, in stretches of a few steps over buffers at fixed places.
+"""A job as stretches of a few steps over buffers at fixed addresses.
 
-The steps are those of `local`, with frozen models asked ahead for a whole stretch; no method occurs here.
+The steps are those of `engine.client`, with the logits of frozen models computed ahead for a whole stretch.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedhassle.engine.client import Buffers, Course, Job, look, prepare, step
+from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, prepare, step
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.ahead import Answers, Question, answer, informed, names_asked, questions
+from fedhassle.engine.gpu.precompute import Answers, Question, answer, names_read, questions, with_answers
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays
 
-STRETCH = 10  # steps in one graph: frozen models answer for all of them in one batch
+STRETCH = 10  # steps in one graph; frozen models run on the batches of all of them at once
 
 
 class StretchInputs(NamedTuple):
-    """What a stretch of steps sees, made for all of them at once."""
+    """Inputs of a stretch of steps, computed for all of them at once."""
 
     batches: tuple[Batch, ...]
     draws: tuple[Tensor, ...]
     answers: Answers
 
     def at(self, i: int) -> StretchInputs:
-        """What step i sees."""
+        """Inputs of step i."""
         batches = tuple(batch.at(i) for batch in self.batches)
         draws = tuple(draw[i] for draw in self.draws)
         answers = {question: logits[i] for question, logits in self.answers.items()}
@@ -37,43 +37,43 @@ class StretchInputs(NamedTuple):
 
 
 class StretchFunctions(NamedTuple):
-    """What every job of a shape does: the two functions that its stretches are made of."""
+    """The two functions that a stretch consists of, the same for every job of a shape."""
 
-    look: Callable[[Buffers, Course], StretchInputs]
+    inputs: Callable[[Buffers, Schedule], StretchInputs]
     step: Callable[[Buffers, StretchInputs], None]
-    capture: bool  # whether a stretch can become a graph
+    capture: bool  # True if a stretch can become a graph
 
 
 def stretch_functions(job: Job, asked: tuple[Question, ...], engine: Engine) -> StretchFunctions:
-    """The functions of a job, with frozen models asked ahead."""
+    """The functions of a job; `asked` is computed ahead for a whole stretch."""
 
-    def look_ahead(buffers: Buffers, course: Course) -> StretchInputs:
+    def inputs_of(buffers: Buffers, schedule: Schedule) -> StretchInputs:
         with engine.lowered():
             received = as_models(buffers.received, job.networks)
-            batches = look(job, buffers, received, course)
-            return StretchInputs(batches, course.draws, answer(asked, received, batches))
+            batches = batches_of(job, buffers, received, schedule)
+            return StretchInputs(batches, schedule.draws, answer(asked, received, batches))
 
     def step_once(buffers: Buffers, inputs: StretchInputs) -> None:
         with engine.lowered():
             received = as_models(buffers.received, job.networks)
-            knowing = informed(received, inputs.answers, inputs.batches)
-            step(job, buffers, knowing, inputs.batches, inputs.draws)
+            answering = with_answers(received, inputs.answers, inputs.batches)
+            step(job, buffers, answering, inputs.batches, inputs.draws)
 
-    return StretchFunctions(look_ahead, step_once, capture=engine.device.type == "cuda")
+    return StretchFunctions(inputs_of, step_once, capture=engine.device.type == "cuda")
 
 
 class Program:
-    """A shape of job on one lane: buffers at fixed places, and the recorded stretches that run over them."""
+    """A shape of job on one lane: buffers at fixed addresses, and recorded stretches that run on them."""
 
-    def __init__(self, job: Job, start: Arrays, kept: Arrays, course: Course) -> None:
+    def __init__(self, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> None:
         self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
-        self.course = blank(stretched(course))
+        self.schedule = blank(stretched(schedule))
         self.runs: dict[int, Callable[[], None]] = {}
         self.load(job, start)
-        self.feed(stretched(course))
+        self.load_schedule(stretched(schedule))
 
     def load(self, job: Job, start: Arrays) -> None:
-        """Puts what a job starts from into the buffers."""
+        """Copies the start vectors and the message of a job into the buffers."""
         buffers = self.buffers
         for name, weights in buffers.weights.items():
             weights.copy_(start[name][: len(weights)])
@@ -83,48 +83,50 @@ class Program:
         for name, vector in buffers.received.items():
             vector.copy_(job.message[name])
 
-    def feed(self, course: Course) -> None:
-        """Puts the course of the next steps into its place."""
-        for place, tensor in zip(pytree.tree_leaves(self.course), pytree.tree_leaves(course), strict=True):
+    def load_schedule(self, schedule: Schedule) -> None:
+        """Copies the schedule of the next steps into the buffers."""
+        for place, tensor in zip(
+            pytree.tree_leaves(self.schedule), pytree.tree_leaves(schedule), strict=True
+        ):
             place[: len(tensor)].copy_(tensor)
 
     def run(self, functions: StretchFunctions, steps: int) -> None:
-        """The steps of the course that lies in its place."""
-        inputs = functions.look(self.buffers, self.course.between(0, steps))
+        """Runs the first steps of the loaded schedule."""
+        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
         for i in range(steps):
             functions.step(self.buffers, inputs.at(i))
 
     def try_out(self, functions: StretchFunctions, steps: int) -> None:
-        """Each kernel of such a run, once: its first step alone."""
-        inputs = functions.look(self.buffers, self.course.between(0, steps))
+        """Runs each kernel of such a run once, by its first step alone."""
+        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
         functions.step(self.buffers, inputs.at(0))
 
-    def names_asked(self, job: Job, engine: Engine) -> set[str]:
-        """The received names that a step asks for."""
+    def names_read(self, job: Job, engine: Engine) -> set[str]:
+        """Received names that a step reads."""
         with engine.lowered():
-            return names_asked(job, self.buffers, self.course)
+            return names_read(job, self.buffers, self.schedule)
 
     def questions(self, job: Job, engine: Engine) -> tuple[Question, ...]:
-        """What a step asks frozen models."""
+        """Calls of frozen models by a step."""
         with engine.lowered():
             received = as_models(self.buffers.received, job.networks)
-            batches = look(job, self.buffers, received, self.course)
+            batches = batches_of(job, self.buffers, received, self.schedule)
             first = [batch.at(0) for batch in batches]
-            return questions(job, self.buffers, received, first, [draw[0] for draw in self.course.draws])
+            return questions(job, self.buffers, received, first, [draw[0] for draw in self.schedule.draws])
 
 
 def blank(tree: Any) -> Any:
-    """Tensors of the same shapes, at places of their own."""
+    """Zero tensors of the same shapes."""
     return pytree.tree_map(torch.zeros_like, tree)
 
 
-def stretched(course: Course) -> Course:
-    """A course of exactly one stretch: the first steps, over and over if there are fewer."""
-    index = torch.arange(STRETCH, device=course.feeds[0].rows.device) % course.steps
-    made: Course = pytree.tree_map(lambda tensor: tensor.index_select(0, index), course)
+def stretched(schedule: Schedule) -> Schedule:
+    """A schedule of exactly one stretch: the first steps, repeated if there are fewer."""
+    index = torch.arange(STRETCH, device=schedule.feeds[0].rows.device) % schedule.steps
+    made: Schedule = pytree.tree_map(lambda tensor: tensor.index_select(0, index), schedule)
     return made
 
 
 def stretches(steps: int) -> list[int]:
-    """A number of steps as stretches of a few sizes, each of which is recorded once."""
+    """Splits a number of steps into stretches of two sizes, each of which is recorded once."""
     return [STRETCH] * (steps // STRETCH) + [1] * (steps % STRETCH)

@@ -1,107 +1,321 @@
-"""Steps as recordings: traced, fused and captured once, then replayed for every job of the same shape.
+"""Recordings of steps: traced, fused and captured once, then replayed for every job of the same shape.
 
-One job followed through: HASSLE's `labelled residual`, on a client with labelled and unlabelled data.
+One example: HASSLE's `labelled residual`, on a client with labelled and unlabelled data.
 
-1. Trimmed (`trimming.py`): the client was sent w_S, w_U, r_US, r_SU and w_S_before. One step is made with a
-   message that notes which names are asked for: w_S and w_U. They and r_US, which it trains, are kept.
-2. Shape (`shapes.py`): what still tells the job from others is its phase, with the functions in it, and the
-   sizes of its vectors. So this phase is one shape, whoever the client and whatever the round.
-3. Program (`program.py`): a lane lays out buffers for the shape, whose places never change: r_US with its
-   momentum, what is received, and the course (rows, labels, draws) of a stretch of ten steps.
-4. Functions (here): `look` makes the ten batches and asks w_S and w_U about all of them at once (`ahead.py`),
-   `step` makes one step. Both are tried out and fused once for all lanes.
-5. Replay (`scheduling.py`): each lane captures `look` and ten times `step` as one graph. The job's 100 steps
-   are then: its vectors into the buffers, and ten times the next part of its course into place and a replay.
+1. Trim (`Trimmer`): the client received w_S, w_U, r_US, r_SU and w_S_before. One step runs with a message
+   that records which names are read: w_S and w_U. The job keeps these and r_US, which it trains.
+2. Shape (`shape_of`): jobs then differ only by their phase, with its functions, and the sizes of their
+   vectors. So this phase has one shape for all clients and rounds.
+3. Program (`program.py`): a lane allocates buffers for the shape, with addresses that never change: r_US with
+   its momentum, the message, and the schedule (rows, labels, draws) of a stretch of ten steps.
+4. Functions (`FunctionsByShape`): `inputs` computes the ten batches and the logits of w_S and w_U on all of
+   them (`precompute.py`), `step` is one step. Both are tested and fused once for all lanes.
+5. Replay (`Lane`): each lane captures `inputs` and ten times `step` as one graph. The 100 steps of the job
+   are then: copy its vectors into the buffers, and ten times copy the next part of its schedule and replay
+   the graph.
 
-What cannot be compiled is captured as it is; what cannot be captured, or changes too often to be worth it,
-runs eagerly. On a CPU, where there is nothing to capture, the same functions run over the same buffers.
+A step that cannot be compiled is captured uncompiled; a step that cannot be captured, or changes too often,
+runs eagerly. On a CPU, which cannot capture, the same functions run over the same buffers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
-from fedhassle.engine.client import Buffers, Course, Job
+import torch
+
+from fedhassle.engine.client import Buffers, Job, Schedule, draw, run_job
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.graphs import Compiler, UncapturableError, Watch
-from fedhassle.engine.gpu.program import STRETCH, Program, StretchFunctions, StretchInputs, stretch_functions
-from fedhassle.engine.gpu.shapes import RECORDINGS
+from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
+from fedhassle.engine.gpu.precompute import EVERY
+from fedhassle.engine.gpu.program import (
+    STRETCH,
+    Program,
+    StretchFunctions,
+    StretchInputs,
+    stretch_functions,
+    stretches,
+)
+from fedhassle.engine.gpu.streams import STREAMS
+from fedhassle.nets import CAPTURE_LOCK
+from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
+RECORDINGS = 8  # maximum per phase; recording pays only for a phase that seldom changes
+AHEAD = 2  # maximum number of stretches queued on a lane: one that runs, and the next
 
-class FunctionsByShape:
-    """The functions of each shape of job, the same for all lanes."""
+# Held by the thread that records, or returns memory to the device; shared by all runs of the process.
+RECORDING_LOCK = threading.Lock()
+
+
+# Shapes
+
+
+def shape_of(job: Job, kept: Arrays) -> Hashable:
+    """A key that is equal for jobs that can share a recording: same functions, tensors of the same sizes."""
+    phase = job.phase
+    streams = tuple((s.part, s.batch, s.views, s.online, identity(s.labels)) for s in phase.streams)
+    descents = tuple((d.train, d.sgd, identity(d.loss)) for d in phase.descents)
+    sizes = tuple(
+        tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
+    )
+    images = id(job.site.samples.images), id(job.site.views.scale)
+    return (phase.name, streams, descents, identity(phase.then), identity(phase.draw), sizes, images)
+
+
+def identity(value: Any) -> Hashable:
+    """A key that is equal for functions that compute the same, even if they are created in each round."""
+    if isinstance(value, partial):
+        named = tuple((name, identity(v)) for name, v in sorted(value.keywords.items()))
+        return (identity(value.func), identity(value.args), named)
+    if isinstance(value, MethodType):
+        return (value.__func__, id(value.__self__))
+    if isinstance(value, FunctionType):
+        cells = tuple(identity(cell.cell_contents) for cell in value.__closure__ or ())
+        named = tuple((name, identity(v)) for name, v in sorted((value.__kwdefaults__ or {}).items()))
+        return (value.__code__, cells, identity(value.__defaults__), named)
+    if isinstance(value, tuple):
+        return (type(value), *(identity(part) for part in value))
+    plain = isinstance(value, int | float | str | None)
+    return (type(value), value) if plain else id(value)  # unique, since recordings keep the object alive
+
+
+# Trimming
+
+
+class NamesRead(NamedTuple):
+    """The names that the steps of jobs with the same functions read of their messages."""
+
+    job: Job  # one of these jobs, to keep its functions alive
+    names: set[str]  # read so far
+    selections_tried: set[Hashable]  # of these names, each with a step that ran
+
+    def selection(self, job: Job) -> Hashable:
+        """The names that a job has of these, with their sizes."""
+        names = job.message if EVERY in self.names else self.names & job.message.keys()
+        return frozenset((name, len(job.message[name])) for name in names)
+
+
+class Trimmer:
+    """Removes the arrays from messages that no step reads, so that more jobs have the same shape."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # With the first job of each shape: it keeps alive what the shape knows by its id.
+        self._read: dict[Hashable, NamesRead] = {}  # by functions
+
+    def trimmed(self, job: Job, kept: Arrays) -> Job:
+        """The job, with only those arrays in its message that its steps read.
+
+        The names that a step reads may depend on the names that exist. So one more step runs for each new
+        selection of the names read so far.
+        """
+        functions = shape_of(job._replace(message={}), kept)
+        if functions not in self._read:
+            if sum(read.job.phase.name == job.phase.name for read in self._read.values()) >= RECORDINGS:
+                return job
+            self._read[functions] = NamesRead(job, set(), set())
+        read = self._read[functions]
+        if read.selection(job) not in read.selections_tried:
+            program = Program(job, job.message | kept, kept, draw(job))
+            read.names.update(program.names_read(job, self.engine))
+            read.selections_tried.add(read.selection(job))
+        wanted = read.names | set(job.phase.trained)
+        message = {name: v for name, v in job.message.items() if name in wanted or EVERY in wanted}
+        return job._replace(message=message)
+
+
+# Functions
+
+
+class FunctionsByShape:
+    """The functions of each shape of job, shared by all lanes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        # With the first job of each shape, to keep the objects alive that the shape identifies by id.
         self._known: dict[Hashable, tuple[Job, StretchFunctions]] = {}
         self._compiler = Compiler()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def worth_it(self, key: Hashable, job: Job) -> bool:
-        """Whether a shape is known, or its phase has not had too many of them; else it leaves no trace."""
+    def worth_recording(self, key: Hashable, job: Job) -> bool:
+        """True if the shape is known, or its phase does not have too many shapes yet."""
         alike = sum(known.phase.name == job.phase.name for known, _ in self._known.values())
         if key in self._known or alike < RECORDINGS:
             return True
-        self.tell(
-            f"phase {job.phase.name!r} runs eagerly: its functions or its messages change from round to "
-            "round; what changes should be a tensor in the message, the memory or a draw"
+        self.warn_once(
+            f"phase {job.phase.name!r} runs eagerly: its functions or messages change from round to round; "
+            "a value that changes should be a tensor in the message, the memory or a draw"
         )
         return False
 
     def find(self, key: Hashable, job: Job, program: Program) -> StretchFunctions:
-        """The functions of a shape; `program` is one to try them on."""
+        """The functions of a shape; `program` is one to test them on."""
         if key not in self._known:
             self._known[key] = job, self._make(job, program)
         return self._known[key][1]
 
     def _make(self, job: Job, program: Program) -> StretchFunctions:
         made = stretch_functions(job, program.questions(job, self.engine), self.engine)
-        if made.capture and (reason := why_not(made, program)):
-            self.tell(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({reason})")
+        if made.capture and (reason := capture_obstacle(made, program)):
+            self._warn_uncapturable(job, reason)
             return made._replace(capture=False)
         return self._fused(made, program) if self.engine.compile else made
 
     def _fused(self, made: StretchFunctions, program: Program) -> StretchFunctions:
-        """The functions with fused kernels, if the compiler can."""
+        """The functions with fused kernels, or unchanged if the compiler fails."""
         try:
-            whole = self._compiler(made.look, program.buffers, program.course)
-            inputs = whole(program.buffers, program.course).at(0)
-            step = self._compiler(made.step, program.buffers, inputs)
-            step(program.buffers, inputs)  # it is compiled when it is called
-        except Exception as error:  # a compiler may fail in any way, and is not needed
-            first = str(error).partition("\n")[0]
-            self.tell(f"steps are captured but not compiled ({type(error).__name__}: {first})")
+            whole = self._compiler(made.inputs, program.buffers, program.schedule)
+            first = whole(program.buffers, program.schedule).at(0)
+            step = self._compiler(made.step, program.buffers, first)
+            step(program.buffers, first)  # the first call compiles
+        except Exception as error:  # a compiler may fail in any way, and is optional
+            self.warn_once(
+                f"steps are captured but not compiled ({type(error).__name__}: {first_line(error)})"
+            )
             return made
 
-        def look(buffers: Buffers, course: Course) -> StretchInputs:
-            return (whole if course.steps == STRETCH else made.look)(buffers, course)
+        def inputs(buffers: Buffers, schedule: Schedule) -> StretchInputs:
+            return (whole if schedule.steps == STRETCH else made.inputs)(buffers, schedule)
 
-        return made._replace(look=look, step=step)
+        return made._replace(inputs=inputs, step=step)
 
-    def give_up(self, key: Hashable, job: Job, error: Exception) -> StretchFunctions:
-        """The functions of a shape whose steps cannot be captured: they run eagerly from now on."""
-        first = str(error).partition("\n")[0]
-        self.tell(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({first})")
+    def stop_capturing(self, key: Hashable, job: Job, error: Exception) -> StretchFunctions:
+        """The functions of a shape whose capture failed, which run eagerly from now on."""
+        self._warn_uncapturable(job, first_line(error))
         known, made = self._known[key]
         self._known[key] = known, made._replace(capture=False)
         return self._known[key][1]
 
-    def tell(self, message: str) -> None:
-        """Warns once."""
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_uncapturable(self, job: Job, reason: str) -> None:
+        self.warn_once(f"phase {job.phase.name!r} runs eagerly: its step cannot be captured ({reason})")
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning, unless it was logged before."""
+        if message not in self._warned:
+            self._warned.add(message)
             log.warning("%s", message)
 
 
-def why_not(functions: StretchFunctions, program: Program) -> str:
-    """Why a step cannot be captured; nothing if it can."""
+def capture_obstacle(functions: StretchFunctions, program: Program) -> str:
+    """The reason why a step cannot be captured; empty if it can."""
     try:
-        with Watch():  # type: ignore[no-untyped-call]
+        with SyncDetector():  # type: ignore[no-untyped-call]
             program.run(functions, 1)
     except UncapturableError as error:
         return str(error)
     return ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0]
+
+
+# Replay
+
+
+class Lane:
+    """A stream, with a program for each shape of job that it has run."""
+
+    def __init__(
+        self, functions: FunctionsByShape, stream: torch.cuda.Stream | None = None, shortest: bool = False
+    ) -> None:
+        self.functions = functions
+        self.stream = stream
+        self.shortest = shortest  # True if it takes the shortest chains first
+        self.pool = None
+        if stream is not None:
+            self.pool = torch.cuda.graph_pool_handle()  # shared by all graphs of a lane, which never overlap
+            weakref.finalize(self, STREAMS.give_back, stream)
+        self.programs: dict[Hashable, Program] = {}
+        self.marks: deque[torch.cuda.Event] = deque()  # one after each queued stretch
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Queues work on this lane's stream inside the block."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def catch_up(self) -> None:
+        """Makes this lane wait for all work queued so far, whose results or memory it may use."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def wait(self) -> None:
+        """Waits for the queued work."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def full(self) -> bool:
+        """True if `AHEAD` stretches are queued; a call that added another would block."""
+        while self.marks and self.marks[0].query():  # type: ignore[no-untyped-call]
+            self.marks.popleft()
+        return len(self.marks) >= AHEAD
+
+    def run_job(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
+        """Runs all steps of a job by replaying stretches; pauses after each stretch."""
+        if not self.functions.worth_recording(shape_of(job, kept), job):
+            with CAPTURE_LOCK.eager(), self.functions.engine.lowered():
+                return run_job(job, start, kept)
+        schedule = draw(job)
+        program = self.program(job, start, kept)
+        program.load(job, start)
+        first = 0
+        for steps in stretches(job.steps):
+            program.load_schedule(schedule.between(first, first + steps))
+            program.runs[steps]()
+            first += steps
+            if self.stream is not None:
+                self.marks.append(self.stream.record_event())
+            yield
+        return program.buffers
+
+    def program(self, job: Job, start: Arrays, kept: Arrays) -> Program:
+        """The program of a job's shape, with a recording for each size of its stretches."""
+        key = shape_of(job, kept)
+        sizes = set(stretches(job.steps))
+        if key in self.programs and sizes <= set(self.programs[key].runs):
+            return self.programs[key]
+        with RECORDING_LOCK:
+            if key not in self.programs:
+                self.programs[key] = Program(job, start, kept, draw(job))
+            program = self.programs[key]
+            with CAPTURE_LOCK.eager():
+                functions = self.functions.find(key, job, program)
+            for steps in sorted(sizes - set(program.runs)):
+                program.runs[steps] = self.record(key, job, program, functions, steps)
+        return program
+
+    def record(
+        self, key: Hashable, job: Job, program: Program, functions: StretchFunctions, steps: int
+    ) -> Callable[[], None]:
+        """A stretch of steps as a CUDA graph, or as a function if it cannot be captured."""
+        if self.stream is None or not functions.capture:
+            return partial(run_eagerly, program, functions, steps)
+        try:
+            with CAPTURE_LOCK.eager():
+                program.try_out(functions, steps)  # libraries choose their kernels now, not during capture
+                self.stream.synchronize()
+            return captured(partial(program.run, functions, steps), self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return partial(run_eagerly, program, self.functions.stop_capturing(key, job, error), steps)
+
+
+def run_eagerly(program: Program, functions: StretchFunctions, steps: int) -> None:
+    """Runs a stretch of steps that is not captured."""
+    with CAPTURE_LOCK.eager():
+        program.run(functions, steps)

@@ -1,7 +1,7 @@
-"""Traced steps in fewer kernels: BatchNorm around sums of our own, and frozen, as part of its convolution.
+"""Rewrites traced steps to fewer kernels: BatchNorm uses our own sums, or is folded into its convolution.
 
-A compiler makes three to five kernels of each sum over a batch, and cannot put anything into cuDNN's
-convolutions: together a third of a step. No network occurs here; what no rule fits stays as it is.
+A compiler generates three to five kernels for each sum over a batch, and cannot fuse anything into cuDNN's
+convolutions: together a third of a step. Operations that match no rule stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fedhassle.engine.gpu.operators import convolve_relu, gradient_sums, moments
 aten: Any = torch.ops.aten
 LEARNING = aten._native_batch_norm_legit.default  # in training
 FROZEN = aten._native_batch_norm_legit_no_training.default
-DEVICES = {"cuda"}  # where it pays
+DEVICES = {"cuda"}  # where rewriting is faster
 
 
 class Rewriting(Interpreter):
-    """Makes the operations of a graph, those that a rule fits as the rule says."""
+    """Runs the operations of a graph, with those that match a rule replaced."""
 
     def __init__(self, graph: GraphModule) -> None:
-        super().__init__(graph, garbage_collect_values=False)  # rules look back
+        super().__init__(graph, garbage_collect_values=False)  # rules read earlier values
         self._moments: dict[Node, Tensor] = {}  # of each BatchNorm in training
 
     def run_node(self, node: Node) -> Any:
@@ -40,7 +40,7 @@ class Rewriting(Interpreter):
         return self.fetch_args_kwargs_from_env(node)[0]
 
     def normalise(self, node: Node) -> tuple[Tensor, ...] | None:
-        """BatchNorm in training, which moves its statistics."""
+        """BatchNorm in training, which updates its statistics."""
         x, gain, shift, mean, variance, training, momentum, eps = self.values(node)
         if not training or gain is None or not suits(x):
             return None
@@ -49,7 +49,7 @@ class Rewriting(Interpreter):
         return made.to(x.dtype), now[0], now[1]
 
     def normalise_backward(self, node: Node) -> tuple[Tensor, ...] | None:
-        """The gradients of a BatchNorm in training, and of a ReLU right behind it."""
+        """The gradients of a BatchNorm in training, and of a ReLU directly after it."""
         norm = source(node.args[5])
         if norm not in self._moments:
             return None
@@ -59,7 +59,7 @@ class Rewriting(Interpreter):
         before = ungated(node.args[0], norm)
         if before is None:
             sums = gradient_sums(gradient, x, now, None, None)
-        else:  # where the ReLU gave zero is told by what it got: one tensor less to read
+        else:  # the ReLU's mask is recomputed from its input: one tensor less to read
             sums = gradient_sums(self.env[before], x, now, gain, shift)
             open_ = normal * per_channel(gain) + per_channel(shift) > 0
             gradient = torch.where(open_, self.env[before], 0)
@@ -68,7 +68,7 @@ class Rewriting(Interpreter):
         return (even * per_channel(now[1] * gain)).to(x.dtype), sums[1], sums[0]
 
     def rectify(self, node: Node) -> Tensor | None:
-        """ReLU, with the frozen BatchNorm and the convolution before it, and an addition between them."""
+        """ReLU with the convolution and frozen BatchNorm before it, and with an addition between them."""
         given: Any = node.args[0]
         if given.target is not aten.add.Tensor:
             return self.convolve(given, None)
@@ -79,7 +79,7 @@ class Rewriting(Interpreter):
         return self.convolve(other, self.env[one]) if made is None else made
 
     def convolve(self, normed: Node, other: Tensor | None) -> Tensor | None:
-        """ReLU of a frozen BatchNorm of a convolution, plus something else; None if it is not one."""
+        """ReLU(normed + other), where `normed` is a frozen BatchNorm of a convolution; otherwise None."""
         norm = source(normed)
         before: Any = norm.args[0] if norm.target is FROZEN else None
         if before is None or before.target is not aten.convolution.default:
@@ -91,7 +91,7 @@ class Rewriting(Interpreter):
             return None
         made = self.env[before]
         if other is not None and (other.shape, other.dtype) != (made.shape, made.dtype):
-            return None  # cuDNN adds its like alone
+            return None  # cuDNN only adds tensors of the same shape and type
         factor = gain * torch.rsqrt(variance + eps)
         kernel = (kernel * factor[:, None, None, None]).to(x.dtype)
         made = convolve_relu(x, kernel, (shift - mean * factor).to(x.dtype), other, stride, padding)
@@ -107,27 +107,27 @@ RULES: dict[Any, Callable[[Rewriting, Node], Any]] = {
 
 
 def rewritable(graph: GraphModule) -> bool:
-    """Whether there is anything to rewrite."""
+    """True if the graph contains a BatchNorm that can be rewritten."""
     norms = [node for node in graph.graph.nodes if node.target in (LEARNING, FROZEN)]
     return any(suits(node.args[0].meta["val"]) for node in norms)
 
 
 def suits(x: Tensor) -> bool:
-    """Whether these are feature maps as the operations want them."""
+    """True for feature maps that our operations support."""
     if x.device.type not in DEVICES or x.dim() != 4 or x.numel() >= 2**31:
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def source(value: Any) -> Any:
-    """The operation that this is the result of, or one of its results."""
+    """The operation that produced a value, or a tuple that contains it."""
     while isinstance(value, Node) and value.target in (aten.detach.default, operator.getitem):
         value = value.args[0]
     return value
 
 
 def ungated(gradient: Any, norm: Node) -> Node | None:
-    """The gradient before a ReLU's gate, if that is right behind this BatchNorm."""
+    """The gradient before the mask of a ReLU, if the ReLU directly follows this BatchNorm."""
     if gradient.target is not aten.threshold_backward.default:
         return None
     before, gate, threshold = gradient.args

@@ -19,7 +19,7 @@ import torch
 from fedhassle.data.site.folder import read_site
 from fedhassle.data.split.split import Split
 from fedhassle.data.views import make_views
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.evaluate import accuracy
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
@@ -66,7 +66,7 @@ def coordinate(
             sites = Sites(grid, agreement, audit, clock)
             there = sites.gather(rules.minimum_sites, min(PATIENCE, rules.wait))
             run = prepared(folder, agreement)
-            federation = FlowerFederation(sites, plan(uid, run), Memory(folder.memory))
+            federation = FlowerFederation(sites, plan(uid, run), ClientState(folder.memory))
             judge = Judge(run, federation, images)
             require_judges(there, images)
             told = about(agreement, run)

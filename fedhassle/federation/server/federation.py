@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.rounds import Reply
-from fedhassle.engine.transfer import HELD, Arrived, Wire, sent
+from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Content, Failure, Hits, RefusedError, packed, read_hits, read_update
 from fedhassle.federation.server.sites import Answers, Sites
@@ -26,10 +26,10 @@ CPU = torch.device("cpu")
 class FlowerFederation:
     """Sites that train where they are; what goes wrong at one costs the round that site alone."""
 
-    def __init__(self, sites: Sites, plan: Mapping[str, Any], memory: Memory | None = None) -> None:
+    def __init__(self, sites: Sites, plan: Mapping[str, Any], memory: ClientState | None = None) -> None:
         self.sites, self.plan, self.audit = sites, dict(plan), sites.audit
-        self.memory = Memory() if memory is None else memory
-        self.wire = Wire(self.memory, CPU)
+        self.memory = ClientState() if memory is None else memory
+        self.transfer = Transfer(self.memory, CPU)
         self._merged: dict[str, int] = {}  # of each site the last round that its update was merged in
         self._checkpoints: list[int] = []
 
@@ -41,7 +41,7 @@ class FlowerFederation:
     def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> list[Reply]:
         """Round t of the sites that are sent a message: the replies of those that answered well."""
         least = method.unsent()
-        known = {client.name: self.wire.known(client.name, least, t) for client, _ in messages}
+        known = {client.name: self.transfer.known(client.name, least, t) for client, _ in messages}
         down = {client.name: sent(message, known[client.name], least) for client, message in messages}
         contents = {name: self._letter(name, down[name], known[name], t) for name in down}
         answers = self.sites.ask("train", contents, f"round {t}")
@@ -82,7 +82,7 @@ class FlowerFederation:
                 self.memory.forget(HELD + client.name)
             raise RefusedError(answer.why)
         update = read_update(answer, method, client, down.arrays, t)
-        up = self.wire.up(client.name, update.arrays, down.arrays, method.unsent(), t)
+        up = self.transfer.up(client.name, update.arrays, down.arrays, method.unsent(), t)
         self._merged[client.name] = t
         return Reply(update, down.size, up.size)
 

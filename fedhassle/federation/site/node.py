@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fedhassle.data.split.split import Split
-from fedhassle.engine.client_state import Memory
+from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import hits
 from fedhassle.engine.simulator import Simulator
@@ -161,13 +161,13 @@ class SiteNode:
         t, since = count_of(words.get("round"), "round"), count_of(words.get("since"), "since")
         checkpoints = [count_of(n, "checkpoint") for n in words.get("checkpoints", [])]
         simulator, method = study.simulator, study.method
-        least, memory = method.unsent(), simulator.memory
+        least, memory = method.unsent(), simulator.client_state
         # What was kept in rounds that did not count is forgotten, whoever of both ends was restarted.
         memory.rewind(since)
         memory.prune([*checkpoints, since])
         if least and since != memory.last(HELD + self.name, t):
             raise LostError(f"what it held after round {since} is gone; it can begin anew")
-        known = simulator.wire.known(self.name, least, t)
+        known = simulator.transfer.known(self.name, least, t)
         message = unpacked(content.arrays, known)
         there = {name: vector.to(self.engine.device) for name, vector in message.items()}
         began = time.perf_counter()
@@ -211,7 +211,7 @@ class SiteNode:
         self._tidy(folder)
         split = Split((self.parts.labelled,), (self.parts.unlabelled,))
         simulator = Simulator(
-            self.dataset, split, seed, self.engine, memory=Memory(folder), names=(self.name,)
+            self.dataset, split, seed, self.engine, client_state=ClientState(folder), names=(self.name,)
         )
         return Study(plan, method, simulator)
 

@@ -6,8 +6,8 @@ import pytest
 import small
 import torch
 
-from fedhassle.engine.client import draw, local_models, look, prepare, visit
-from fedhassle.engine.gpu.ahead import Question, answer, informed, questions
+from fedhassle.engine.client import batches_of, draw, local_models, prepare, visit
+from fedhassle.engine.gpu.precompute import Question, answer, questions, with_answers
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Descent, Phase, Stream, as_models
 from fedhassle.methods import FedAvg, FedProx, Hassle
@@ -25,9 +25,9 @@ class Scene:
         (self.job,) = (job for job in planned.jobs if job.phase.name == phase)
         self.buffers = prepare(self.job, self.job.message | planned.kept, planned.kept)
         self.received = as_models(self.buffers.received, self.job.networks)
-        course = draw(self.job).between(0, STEPS)
-        self.batches = look(self.job, self.buffers, self.received, course)
-        self.draws = course.draws
+        schedule = draw(self.job).between(0, STEPS)
+        self.batches = batches_of(self.job, self.buffers, self.received, schedule)
+        self.draws = schedule.draws
 
     def at(self, i):
         """The batches and draws of a step."""
@@ -156,7 +156,7 @@ def test_a_loss_is_the_same_with_answers(side, target):
     scene.buffers.weights[name].requires_grad_()
     for i in range(STEPS):
         batches, draws = scene.at(i)
-        knowing = informed(scene.received, {q: z[i] for q, z in answers.items()}, batches)
+        knowing = with_answers(scene.received, {q: z[i] for q, z in answers.items()}, batches)
         found, expected = scene.loss(knowing, batches, draws), scene.loss(scene.received, batches, draws)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         gradients = [torch.autograd.grad(loss, scene.buffers.weights[name])[0] for loss in (found, expected)]
@@ -169,7 +169,7 @@ def marked(scene, value=100.0):
     batches, _ = scene.at(0)
     shapes = {question: len(batches[question.stream].y) for question in scene.asked()}
     wrong = {question: torch.full((n, small.CLASSES), value) for question, n in shapes.items()}
-    return batches, informed(scene.received, wrong, batches)
+    return batches, with_answers(scene.received, wrong, batches)
 
 
 def test_an_answer_is_looked_up_for_its_view_alone():

@@ -1,8 +1,8 @@
-"""Logits of frozen models for many steps at once: they depend on no step, and a GPU is fast on large batches.
+"""Logits of frozen models, computed for many steps at once, since a GPU is fastest on large batches.
 
-A loss asks models that it received about the very views of its batch. Which ones is found by listening to it
-once (`questions`); then all steps of a stretch are answered in one pass (`answer`), and each step gets models
-that know their answers (`informed`). The loss is none the wiser, and a question that was not foreseen is
+A loss calls received models on the views of its batch. Running it once with recorders finds these calls
+(`questions`). One forward pass then computes the logits of a whole stretch of steps (`answer`), and each step
+gets models that return them (`with_answers`). The loss does not notice; a call that was not foreseen is
 computed.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedhassle.engine.client import Buffers, Course, Job, local_models, look
+from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, local_models
 from fedhassle.method import Batch, Model, Models, Network, as_models
 
-EVERY = "*"  # among the names asked for: all of them
+EVERY = "*"  # among the names read: all of them
 
 
 class Question(NamedTuple):
-    """What a received model makes of a view of a stream."""
+    """The logits of a received model on a view of a stream."""
 
     model: str
     stream: int
@@ -31,12 +31,12 @@ class Question(NamedTuple):
 Answers = Mapping[Question, Tensor]
 
 
-class Listening(NamedTuple):
-    """A network that notes what it is called on."""
+class InputRecorder(NamedTuple):
+    """A network that records the inputs of its calls."""
 
     net: Network
     frozen: tuple[Tensor, Tensor]  # weights and statistics
-    inputs: list[Tensor]  # what it was called on, in evaluation mode
+    inputs: list[Tensor]  # of calls in evaluation mode
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """Logits (B, M)."""
@@ -45,28 +45,28 @@ class Listening(NamedTuple):
         return self.net(weights, statistics, x, training)
 
 
-class Informed(NamedTuple):
-    """A network with frozen weights, some of whose logits are known."""
+class AnsweringNetwork(NamedTuple):
+    """A network with frozen weights, some of whose logits are already known."""
 
     net: Network
     frozen: tuple[Tensor, Tensor]  # weights and statistics
     known: tuple[tuple[Tensor, Tensor], ...]  # (view, its logits)
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
-        """Logits (B, M): looked up for a view that is known, on the frozen weights; else computed."""
+        """Logits (B, M): looked up for a known view and the frozen weights, otherwise computed."""
         frozen = same(self.frozen, weights, statistics) and not training
         found = [z for view, z in self.known if frozen and view is x]
-        # A copy: whoever asks may write into what it gets.
+        # A copy, since the caller may write into its logits.
         return found[0].clone() if found else self.net(weights, statistics, x, training)
 
 
 def same(frozen: tuple[Tensor, Tensor], weights: Tensor, statistics: Tensor) -> bool:
-    """Whether these are the very tensors that are frozen."""
+    """True if these are the frozen tensors themselves, not only equal ones."""
     return weights is frozen[0] and statistics is frozen[1]
 
 
-class Noting(dict[str, Any]):
-    """Received models that note the names they are asked for, whether they have them or not."""
+class NameRecorder(dict[str, Any]):
+    """Received models that record which names are read, present or not."""
 
     def __init__(self, models: Models, names: set[str]) -> None:
         super().__init__(models)
@@ -78,17 +78,17 @@ class Noting(dict[str, Any]):
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a name."""
+        """True if the name is present."""
         self.names.add(str(name))
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The model of a name, if there is one."""
+        """The model of a name, or a default."""
         self.names.add(name)
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        """All names: so each of them matters, and those that are not there as well."""
+        """All names. An iteration depends on absent names too, so it counts as reading every name."""
         self.names.add(EVERY)
         return super().__iter__()
 
@@ -103,25 +103,25 @@ class Noting(dict[str, Any]):
         return super().values()
 
     def items(self) -> Any:
-        """All of both."""
+        """All names and models."""
         self.names.add(EVERY)
         return super().items()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of models."""
         self.names.add(EVERY)
         return super().__len__()
 
 
 @torch.no_grad()
-def names_asked(job: Job, buffers: Buffers, course: Course) -> set[str]:
-    """The received names that a step asks for, found by making one; `EVERY` if it goes through them all."""
+def names_read(job: Job, buffers: Buffers, schedule: Schedule) -> set[str]:
+    """Received names that a step reads, found by running one; with `EVERY` if it iterates over them."""
     names: set[str] = set()
-    received = Noting(as_models(buffers.received, job.networks), names)
-    batches = [batch.at(0) for batch in look(job, buffers, received, course)]
+    received = NameRecorder(as_models(buffers.received, job.networks), names)
+    batches = [batch.at(0) for batch in batches_of(job, buffers, received, schedule)]
     with torch.enable_grad():
         for loss, local in losses_of(job, buffers):
-            loss(local, received, *batches, *[draw[0] for draw in course.draws])
+            loss(local, received, *batches, *[draw[0] for draw in schedule.draws])
     if job.phase.then is not None:
         job.phase.then(local_models(job, buffers), received)
     return names
@@ -130,15 +130,15 @@ def names_asked(job: Job, buffers: Buffers, course: Course) -> set[str]:
 def questions(
     job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
 ) -> tuple[Question, ...]:
-    """What the losses of a step ask received models, found by computing them once."""
+    """Calls of received models by the losses of a step, found by computing the losses once."""
     models = {name: model for name, model in received.items() if isinstance(model, Model)}
     inputs: dict[str, list[Tensor]] = {name: [] for name in models}
-    listening = {
-        name: model._replace(net=Listening(model.net, (model.weights, model.statistics), inputs[name]))
+    recorders = {
+        name: model._replace(net=InputRecorder(model.net, (model.weights, model.statistics), inputs[name]))
         for name, model in models.items()
     }
     for loss, local in losses_of(job, buffers):
-        loss(local, {**received, **listening}, *batches, *draws)
+        loss(local, {**received, **recorders}, *batches, *draws)
     return tuple(
         Question(name, stream, view)
         for name, given in inputs.items()
@@ -149,7 +149,7 @@ def questions(
 
 
 def losses_of(job: Job, buffers: Buffers) -> Iterator[tuple[Callable[..., Tensor], Models]]:
-    """The losses of a step and the local models to compute them on, without a trace in the buffers."""
+    """The losses of a step with their local models, which leave the buffers unchanged."""
     aside = buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
     for descent in job.phase.descents:
         leaf = buffers.weights[descent.train].detach().requires_grad_()
@@ -158,7 +158,7 @@ def losses_of(job: Job, buffers: Buffers) -> Iterator[tuple[Callable[..., Tensor
 
 @torch.no_grad()
 def answer(asked: Sequence[Question], received: Models, batches: Sequence[Batch]) -> dict[Question, Tensor]:
-    """Logits (steps, B, M) for each question, of all steps in one pass."""
+    """Logits (steps, B, M) for each question, of all steps in one forward pass."""
     answers = {}
     for question in asked:
         x = batches[question.stream].views[question.view]  # (steps, B, C, H, W)
@@ -166,14 +166,16 @@ def answer(asked: Sequence[Question], received: Models, batches: Sequence[Batch]
     return answers
 
 
-def informed(received: Models, answers: Answers, batches: Sequence[Batch]) -> Models:
-    """The received models, with the answers of one step to questions about its batches."""
+def with_answers(received: Models, answers: Answers, batches: Sequence[Batch]) -> Models:
+    """The received models, with the answers to the questions of one step about its batches."""
     known: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for (name, stream, view), logits in answers.items():
         known.setdefault(name, []).append((batches[stream].views[view], logits))
-    knowing = {
-        name: model._replace(net=Informed(model.net, (model.weights, model.statistics), tuple(known[name])))
+    answering = {
+        name: model._replace(
+            net=AnsweringNetwork(model.net, (model.weights, model.statistics), tuple(known[name]))
+        )
         for name, model in received.items()
         if name in known
     }
-    return {**received, **knowing}
+    return {**received, **answering}
