@@ -1,4 +1,4 @@
-"""How fast rounds are on this machine: `python -m benchmarks [METHOD]... [OPTIONS]`."""
+"""Benchmark of the rounds on this machine: `python -m benchmarks [METHOD]... [OPTIONS]`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from fedhassle.cli.main import guarded
 def main(
     methods: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD]...", help="Else fedavg and hassle; all: all of them."),
+        typer.Argument(metavar="[METHOD]...", help="Methods (default: fedavg and hassle), or `all`."),
     ] = None,
-    net: Annotated[str | None, typer.Option(help="resnet8 (else on a GPU) or lenet (else on a CPU).")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to measure of each method; else 3 or 4.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter rounds, and fewer of them.")] = False,
-    scaling: Annotated[bool, typer.Option(help="Also how times grow with the numbers of clients.")] = True,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Fuse kernels, on a GPU.")] = True,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; else a GPU where there is one.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Where all figures go.")] = None,
+    net: Annotated[
+        str | None, typer.Option(help="resnet8 (default on a GPU) or lenet (default on a CPU).")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds to measure per method (default: 3 or 4).")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer and shorter rounds.")] = False,
+    scaling: Annotated[bool, typer.Option(help="Also measure scaling with the number of clients.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Fuse kernels on a GPU.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: a GPU if there is one).")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
 ) -> None:
-    """Measure how fast rounds are here.
+    """Measure the speed of rounds on this machine.
 
     Compares with a plain training loop and with the device's peak, on random images.
     """

@@ -1,4 +1,4 @@
-"""The whole benchmark: what it measures, in which order, and the file that it writes."""
+"""The benchmark: measures the device, the plain loop, our rounds and their scaling, and writes the report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from benchmarks.figures import Costs, Spread, method_figures, scaling_figures
 from benchmarks.measure import (
     PlainLoop,
     average_steps,
     flops_of_step,
-    forget_memory,
     matrix_peak,
-    most_memory,
+    peak_memory,
+    reset_memory,
     samples_of_step,
     time_rounds,
 )
 from benchmarks.plain import images_on
-from benchmarks.tables import methods_table, scaling_table
+from benchmarks.report import (
+    Costs,
+    MedianRange,
+    method_figures,
+    methods_table,
+    scaling_figures,
+    scaling_table,
+)
 from fedhassle.data.catalogue import CATALOGUE, Dataset
 from fedhassle.data.split.split import Split, pooled, split, steps_on_labels
 from fedhassle.engine.cores import available_cores
@@ -47,50 +53,50 @@ log = logging.getLogger("fedhassle")
 
 DEFAULT = ("fedavg", "hassle")
 ALL = "all"
-LIKE = {"resnet8": "cifar10", "lenet": "fmnist"}  # whose images a network is measured on
-LR = 0.01  # random labels teach nothing: small, so that nothing grows to infinity, and as fast as any other
+LIKE = {"resnet8": "cifar10", "lenet": "fmnist"}  # data set whose image format a network is measured on
+LR = 0.01  # small, so that training on random labels does not diverge; the speed does not depend on it
 CLIENTS, PER_ROUND = 20, 8  # the paper's
 
 NOTE = (
-    "Pseudo-labels, sending and averaging models are in our seconds, but neither in those of the plain loop "
-    "nor in the FLOPs. The first rounds record and compile steps; on a GPU all clients take part in them."
+    "Our seconds include pseudo-labels, sending and averaging models; those of the plain loop and the FLOPs "
+    "do not. The first rounds record and compile steps; on a GPU all clients take part in them."
 )
 
-Plains = dict[str, dict[str, Spread]]
+Plains = dict[str, dict[str, MedianRange]]
 """Seconds of a step of the plain loop, by precision and phase."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of a benchmark."""
 
     methods: tuple[str, ...] = DEFAULT  # or ("all",)
-    net: str | None = None  # else resnet8 on a GPU, lenet on a CPU
-    rounds: int | None = None  # that are measured of each method; else by the machine
-    quick: bool = False  # shorter rounds, and fewer of them
-    scaling: bool = True  # also how times grow with the numbers of clients
-    compile: bool = True  # fuse kernels, on a GPU
-    threads: int | None = None  # clients side by side on a CPU; else its cores
-    device: str | None = None  # cpu or cuda; else a GPU where there is one
-    json: Path | None = None  # where all figures go
+    net: str | None = None  # default: resnet8 on a GPU, lenet on a CPU
+    rounds: int | None = None  # to measure per method (default: by the device)
+    quick: bool = False  # fewer and shorter rounds
+    scaling: bool = True  # also measure scaling with the number of clients
+    compile: bool = True  # fuse kernels on a GPU
+    threads: int | None = None  # clients in parallel on a CPU (default: its cores)
+    device: str | None = None  # cpu or cuda (default: a GPU if there is one)
+    json: Path | None = None  # file to write all figures to
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Size of a benchmark."""
 
     images: int = 50_000
     batch: int = 128
     epochs: int = 10
     residual_steps: int = 100
     rounds: int = 4
-    plain_steps: int = 40  # between two looks at the clock
+    plain_steps: int = 40  # per measurement
     repeats: int = 3
-    side: int = 8192  # of the matrices whose product shows the peak
-    scaling_samples: int = 1280  # of a client
+    side: int = 8192  # of the matrices whose product measures the peak
+    scaling_samples: int = 1280  # per client
     scaling_per_round: tuple[int, ...] = (1, 2, 4, 8, 16)  # of the paper's 20 clients
     scaling_clients: tuple[int, ...] = (20, 100, 1_000, 10_000)
-    scaling_drawn: int = 20  # of those, a round
+    scaling_drawn: int = 20  # of these, per round
 
 
 GPU = Size()
@@ -109,9 +115,9 @@ CPU_QUICK = dataclasses.replace(
 
 
 def run(options: Options, console: Console, size: Size | None = None) -> dict[str, Any]:
-    """Measures, shows the tables, writes the file if one is named, and returns what is in it.
+    """Measures, prints the tables, and returns the report; writes it to a file if one is given.
 
-    The file is written anew whenever there is more to write: a benchmark that is cut leaves what it had.
+    The file is rewritten after each measurement, so an interrupted benchmark leaves its results so far.
     """
     device, threads = device_of(options), options.threads or available_cores()
     size = size or size_for(device, options.quick)
@@ -133,7 +139,7 @@ def run(options: Options, console: Console, size: Size | None = None) -> dict[st
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark on one machine."""
+    """A benchmark on one machine."""
 
     options: Options
     size: Size
@@ -142,7 +148,7 @@ class Bench:
     tell: Callable[[str], None]
 
     def measured(self) -> Iterator[dict[str, Any]]:
-        """All that is measured, as it grows; first the settings alone, so that a bad path is noticed."""
+        """Parts of the report as they are measured; first the settings, so that a bad path fails early."""
         began = time.perf_counter()
         net = self.net()
         dataset = synthetic(LIKE[self.net_name], self.size.images)
@@ -164,35 +170,35 @@ class Bench:
 
     @property
     def net_name(self) -> str:
-        """The network's name."""
+        """Name of the network."""
         name = self.options.net or ("lenet" if self.device.type == "cpu" else "resnet8")
         require(name in LIKE, f"net must be {' or '.join(LIKE)}, got {name!r}")
         return name
 
     def net(self) -> Net:
-        """The network, for the images that it is measured on."""
+        """The network for the benchmark's images."""
         like = CATALOGUE[LIKE[self.net_name]]
         return Net(NETS[self.net_name], like.shape, like.classes)
 
     def method(self, name: str, net: Net, parts: Split) -> Method:
-        """A method with the settings of this benchmark, as far as it has them."""
+        """A method with those settings of this benchmark that it has."""
         size, kind = self.size, METHODS[name]
         wanted = {"batch": size.batch, "epochs": size.epochs, "residual_steps": size.residual_steps, "lr": LR}
         known = {field.name for field in dataclasses.fields(kind)}
         made = kind(net=net, **{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
         steps = steps_on_labels(parts, PER_ROUND, size.epochs, size.batch)
-        return made.for_run(1, steps)  # of one round: as a long run is in its last
+        return made.for_run(1, steps)  # one round, like the last of a long run
 
     @property
     def engine(self) -> Engine:
-        """Where and how ours trains: as a long run does by default."""
+        """Our engine, with the defaults of a long run."""
         if self.device.type == "cpu":
             return Engine(self.device)
         precision: Precision = "bf16" if torch.cuda.is_bf16_supported() else "tf32"
         return Engine(self.device, precision, LANES, self.options.compile)
 
     def settings(self) -> dict[str, Any]:
-        """What was measured, and how."""
+        """Settings of the benchmark, for the report."""
         about = asdict(self.options) | {"json": None, "methods": list(chosen(self.options.methods))}
         engine = self.engine._asdict() | {"device": self.device.type}
         clients = {"clients": CLIENTS, "clients_per_round": PER_ROUND, "labels": "10%", "lr": LR}
@@ -200,7 +206,7 @@ class Bench:
         return about | {"net": self.net_name, "size": size, "engine": engine} | clients
 
     def plains(self, methods: Mapping[str, Method], dataset: Dataset) -> dict[str, Plains]:
-        """The plain loop of each method, with TF32 off and, on a GPU, on."""
+        """Seconds of each method's plain loop, in float32 and, on a GPU, in TF32."""
         d, size = dataset, self.size
         images = images_on(self.device, d.x_train, d.y_train.astype(np.int64), d.mean, d.std, d.flip, d.crop)
         precisions = {"fp32": False} | ({"tf32": True} if self.device.type == "cuda" else {})
@@ -217,7 +223,7 @@ class Bench:
     def rounds(
         self, name: str, method: Method, dataset: Dataset, parts: Split, plain: Plains, peak: float
     ) -> dict[str, Any]:
-        """Our rounds of one method."""
+        """Figures of our rounds of one method."""
         self.tell(f"{name}: our rounds{' (compiling takes a while)' if self.engine.compile else ''}")
         parts = pooled(parts) if method.pooled else parts
         simulator = Simulator(dataset, parts, 0, self.engine, self.threads)
@@ -227,15 +233,15 @@ class Bench:
             average_steps(method, simulator.clients, PER_ROUND),
             plain,
         )
-        forget_memory(self.device)  # of the steps that were counted
-        # All clients at first, where steps are recorded: so each lane meets what there is to record.
+        reset_memory(self.device)  # of the steps whose FLOPs were counted
+        # On lanes all clients take part at first, so that each lane records every shape.
         everyone = CLIENTS if simulator.lanes is not None else PER_ROUND
         first, rounds = time_rounds(method, simulator, Plan(self.size.rounds, PER_ROUND), everyone)
-        memory = most_memory(self.device)
+        memory = peak_memory(self.device)
         return method_figures(first, rounds, costs, peak) | {"gpu_memory": memory}
 
     def scaling(self, net: Net, dataset: Dataset) -> dict[str, Any]:
-        """How a round of FedAvg with one epoch grows with the clients of it, and with those there are."""
+        """Scaling of a FedAvg round of one epoch with the clients per round, and with all clients."""
         size = self.size
         by_round = [self.scaled(net, dataset, CLIENTS, drawn) for drawn in size.scaling_per_round]
         by_total = [
@@ -245,21 +251,21 @@ class Bench:
         return {"clients_per_round": by_round, "clients": by_total}
 
     def scaled(self, net: Net, dataset: Dataset, clients: int, per_round: int) -> dict[str, Any]:
-        """Rounds of so many clients out of so many, not compiled."""
-        self.tell(f"scaling: {per_round} of {clients:,} clients a round")
-        forget_memory(self.device)
+        """Figures of uncompiled rounds with `per_round` of `clients` clients."""
+        self.tell(f"scaling: {per_round} of {clients:,} clients per round")
+        reset_memory(self.device)
         method = METHODS["fedavg"](net=net, batch=self.size.batch, epochs=1, lr=LR)
         parts = overlapping(clients, self.size.scaling_samples, len(dataset.y_train))
         simulator = Simulator(dataset, parts, 0, self.engine._replace(compile=False), self.threads)
         _, rounds = time_rounds(method, simulator, Plan(self.size.rounds, per_round), per_round)
-        return scaling_figures(clients, per_round, rounds, most_memory(self.device))
+        return scaling_figures(clients, per_round, rounds, peak_memory(self.device))
 
 
-# What is measured
+# Inputs
 
 
 def device_of(options: Options) -> torch.device:
-    """Where to measure."""
+    """The device to measure."""
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require(name in ("cpu", "cuda"), f"device must be cpu or cuda, got {name!r}")
     require(name == "cpu" or torch.cuda.is_available(), "device=cuda: PyTorch finds no CUDA device here")
@@ -267,25 +273,25 @@ def device_of(options: Options) -> torch.device:
 
 
 def size_for(device: torch.device, quick: bool) -> Size:
-    """About a minute on two cores; on a GPU the paper's rounds."""
+    """The size for a device: about a minute on two cores, the paper's rounds on a GPU."""
     if device.type == "cpu":
         return CPU_QUICK if quick else CPU
     return GPU_QUICK if quick else GPU
 
 
 def chosen(methods: Sequence[str]) -> tuple[str, ...]:
-    """The names of the methods asked for."""
+    """Names of the requested methods."""
     names = tuple(METHODS) if ALL in methods else tuple(dict.fromkeys(methods))
     for name in names:
         if name not in METHODS:
             raise UserError(
-                f"unknown method {name!r}{nearest(name, METHODS)} (known are {', '.join(METHODS)}, {ALL})"
+                f"unknown method {name!r}{nearest(name, METHODS)} (known: {', '.join(METHODS)}, {ALL})"
             )
     return names
 
 
 def synthetic(like: str, images: int) -> Dataset:
-    """Random images and labels in the form of a known data set: times do not depend on what is shown."""
+    """Random images and labels in the format of a known data set; speed does not depend on the content."""
     entry, rng = CATALOGUE[like], np.random.default_rng(0)
     channels, height, width = entry.shape
     x = rng.integers(0, 256, (images, height, width, channels), dtype=np.uint8)
@@ -295,23 +301,23 @@ def synthetic(like: str, images: int) -> Dataset:
 
 
 def overlapping(clients: int, samples: int, images: int) -> Split:
-    """Clients with labels for all they hold, which walk through the images end to end and round again."""
+    """A split into labelled clients that take consecutive images, starting over at the end."""
     held = tuple((np.arange(samples) + k * samples) % images for k in range(clients))
     return Split(held, (np.empty(0, np.int64),) * clients)
 
 
-# What is said
+# Output
 
 
 def summed_up(name: str, figures: Mapping[str, Any]) -> str:
-    """A method's figures in a line."""
+    """One line with a method's figures."""
     medians = {precision: plain["ratio"]["median"] for precision, plain in figures["plain"].items()}
     ratios = [f"{ratio:.2f} times as fast as plain {precision}" for precision, ratio in medians.items()]
-    return ", ".join([f"{name}: {figures['seconds']['median']:.3g} s a round", *ratios])
+    return ", ".join([f"{name}: {figures['seconds']['median']:.3g} s per round", *ratios])
 
 
 def teller(console: Console) -> Callable[[str], None]:
-    """Says what is being measured, and when it began."""
+    """A function that prints a line with the seconds since the start."""
     began = time.perf_counter()
 
     def tell(what: str) -> None:
@@ -322,21 +328,21 @@ def teller(console: Console) -> Callable[[str], None]:
 
 
 class Warnings(logging.Handler):
-    """Keeps and shows what the engine warns of, such as a step that cannot be captured."""
+    """Stores and prints warnings of the engine, such as a step that cannot be captured."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self.console, self.said = console, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes a warning."""
+        """Stores and prints a warning."""
         self.said.append(record.getMessage())
         say(self.console, f"warning: {self.said[-1]}")
 
 
 @contextmanager
 def warnings_to(console: Console) -> Iterator[list[str]]:
-    """Warnings of the engine as they come, and all of them afterwards."""
+    """Prints warnings of the engine inside the block; yields the list of them."""
     handler = Warnings(console)
     log.addHandler(handler)
     try:
@@ -346,7 +352,7 @@ def warnings_to(console: Console) -> Iterator[list[str]]:
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """The tables."""
+    """Prints the tables of a report."""
     machine, settings = report["hardware"], report["settings"]
     engine, size = settings["engine"], settings["size"]
     side_by_side = (
@@ -356,13 +362,14 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     say(
         console,
         f"\n{machine['gpu'] or machine['cpu']}, torch {report['versions']['torch']}; "
-        f"{settings['net']}, {how}; {size['images']:,} random images, {settings['clients']} clients, "
-        f"{settings['clients_per_round']} a round, {counted(size['epochs'], 'epoch')}, batch {size['batch']}",
+        f"{settings['net']}, {how}; {size['images']:,} random images, {settings['clients']} clients "
+        f"({settings['clients_per_round']} per round), {counted(size['epochs'], 'epoch')}, "
+        f"batch {size['batch']}",
     )
     console.print(methods_table(report["methods"], report["peak"]["flops_per_second"]))
     say(console, f"{NOTE}\n")
-    titles = {"clients_per_round": "by clients a round", "clients": "by clients there are"}
+    titles = {"clients_per_round": "by clients per round", "clients": "by number of clients"}
     for key, lines in report["scaling"].items():
         samples = size["scaling_samples"]
-        console.print(scaling_table(f"{titles[key]}: FedAvg, 1 epoch, {samples:,} samples a client", lines))
-    say(console, f"{report['seconds']:.0f} s in all")
+        console.print(scaling_table(f"{titles[key]}: FedAvg, 1 epoch, {samples:,} samples per client", lines))
+    say(console, f"{report['seconds']:.0f} s in total")

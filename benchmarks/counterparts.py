@@ -1,4 +1,4 @@
-"""Which plain loop does the same as a phase of a method."""
+"""The plain training loop for each phase of each method."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from fedhassle.method import Method, Phase
 from fedhassle.nets import Net
 
 Build = Callable[[Net], nn.Module]
-"""A network of this kind as a plain module on the device, freshly initialised."""
+"""A function that builds a network as a plain module on the device."""
 
 Make = Callable[[Any, Phase, int, Build], Trainer]
-"""(method, phase, round, build) -> the plain trainer; what it trains is built first."""
+"""(method, phase, round, build) -> the plain trainer, whose trained networks are built first."""
 
 Goal = tuple[Iterable[nn.Parameter], Loss]
-"""Some parameters, and the loss that they are to lower."""
+"""Parameters, and the loss that they minimise."""
 
 
 def towards(phase: Phase, *goals: Goal, then: Callable[[], None] | None = None) -> Trainer:
-    """A trainer with a goal for each descent of a phase, and its settings."""
+    """A trainer with the settings of a phase and a goal for each of its descents."""
     pairs = zip(goals, phase.descents, strict=True)
     return Trainer([Descent(*goal, *descent.sgd) for goal, descent in pairs], then)
 
 
 def fedavg(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """FedAvg, and every method on a client that has labels alone."""
+    """FedAvg, and other methods on a client with only labelled data."""
     module = build(method.net)
     return towards(phase, (module.parameters(), supervised(module)))
 
 
 def fedprox(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """FedProx, around the weights received."""
+    """FedProx, with the received weights as anchor."""
     module, received = build(method.net), build(method.net)
     return towards(phase, (module.parameters(), proximal(module, received, method.mu / 2)))
 
 
 def hassle_dual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """A dual model of HASSLE, around the other."""
+    """A dual model of HASSLE, with the other as anchor."""
     module, other = build(method.net), build(method.net)
     return towards(phase, (module.parameters(), proximal(module, other, method.gamma)))
 
@@ -73,13 +73,13 @@ def hassle_residual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
 
 
 def mixmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """MixMatch, with the weight that it has grown to."""
+    """MixMatch, with the weight of round t."""
     module, weight = build(method.net), method.weight * min(1.0, t / (method.rounds or t))
     return towards(phase, (module.parameters(), mixmatch(module, weight, method.temperature)))
 
 
 def matching(make: Callable[..., Loss], labels: Callable[[Any, Build], Consistency]) -> Make:
-    """`fixmatch` or `fixmatch_alone`, with one of the ways to label."""
+    """`fixmatch` or `fixmatch_alone`, with one of the ways to give pseudo-labels."""
 
     def made(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
         module = build(method.net)
@@ -90,22 +90,22 @@ def matching(make: Callable[..., Loss], labels: Callable[[Any, Build], Consisten
 
 
 def own(method: Any, build: Build) -> Consistency:
-    """FixMatch's labels."""
+    """FixMatch's pseudo-labels."""
     return own_labels(method.confidence)
 
 
 def received(method: Any, build: Build) -> Consistency:
-    """Those of the model received."""
+    """Pseudo-labels of the received model."""
     return labels_of(frozen(build(method.net)), method.confidence)
 
 
 def between(method: Any, build: Build) -> Consistency:
-    """SAGE's."""
+    """SAGE's pseudo-labels."""
     return labels_between(frozen(build(method.net)), method.confidence, method.halving)
 
 
 def fedmatch_labels(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """First σ on labels, then ψ, which only follows it."""
+    """First σ on labels, then ψ, which only follows σ."""
     sigma, psi = build(method.net), build(method.net)
     both = Sum(sigma, psi)
     labels = supervised_sum(both, method.supervised_weight)
@@ -122,26 +122,26 @@ def fedmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
 
 
 def fedmatch_psi(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """ψ alone, on the σ received."""
+    """ψ alone, on the received σ."""
     psi, sigma = build(method.net), frozen(build(method.net))
     both = Sum(sigma, psi)
     return towards(phase, (both.psi, fedmatch_agreement(method, t, both, build)))
 
 
 def fedmatch_agreement(method: Any, t: int, both: Sum, build: Build) -> Loss:
-    """ψ's loss, with helpers in the rounds that have them; as they do not learn, each is one network."""
+    """The loss of ψ, with helpers in rounds that have them; each is one network, since it does not learn."""
     helpers = 0 if t % method.helper_rounds else method.helpers
     experts = [frozen(build(method.net)) for _ in range(helpers)]
     return agreement(both, experts, method.confidence, fedmatch_weights(method))
 
 
 def fedmatch_weights(method: Any) -> Weights:
-    """The weights of ψ's terms."""
+    """Weights of the terms in the loss of ψ."""
     return Weights(method.consistency_weight, method.sparsity_weight, method.proximity_weight)
 
 
 def rscfed(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
-    """The mean teacher of a client in its first round; labels too, where there are any."""
+    """The mean teacher in a client's first round, with labels if there are any."""
     module, teacher = build(method.net), frozen(build(method.net))
     loss = taught(module, teacher, method.consistency_weight, method.temperature)
     if len(phase.streams) > 1:
@@ -178,7 +178,7 @@ COUNTERPARTS: dict[str, dict[str, Make]] = {  # by method and phase
 
 
 def counterpart(name: str, method: Method, phase: Phase, t: int, device: torch.device) -> Trainer | None:
-    """The plain trainer of a phase in round t with the same settings; None where nobody has written one."""
+    """The plain trainer of a phase in round t with the same settings; None if there is none."""
     make = COUNTERPARTS.get(name, {}).get(phase.name)
     if make is None:
         return None
@@ -187,5 +187,5 @@ def counterpart(name: str, method: Method, phase: Phase, t: int, device: torch.d
         module = net.build(net.shape, net.classes, net.width).to(device)
         return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    with torch.random.fork_rng(devices=[]):  # modules draw their weights on the CPU
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
         return make(method, phase, t, build)

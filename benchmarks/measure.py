@@ -1,4 +1,4 @@
-"""Clocks and counters: seconds of steps and rounds, FLOPs of a step, the device's peak and its memory."""
+"""Measurements: seconds of steps and rounds, FLOPs of a step, the device's peak and its memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.counterparts import counterpart
-from benchmarks.figures import Spread, Timed, spread
 from benchmarks.plain import Images, Trainer, switches, walk
+from benchmarks.report import MedianRange, Timed, median_range
 from fedhassle.engine.client import Job, Samples, Site, advance, draw, prepare, to_device, visit
 from fedhassle.engine.cores import on_cores
 from fedhassle.engine.rounds import Plan, Round, federate
@@ -23,9 +23,9 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.method import Client, Method, Phase
 from fedhassle.vectors import Arrays
 
-FIRST = 2  # rounds in which steps are recorded and compiled: by the second, messages have their last form
-TRIES = 2  # times as many rounds as wanted, at most, until so many of them have recorded nothing new
-PRODUCTS, REPEATS = 20, 5  # matrix products on a GPU between two looks at the clock; times that it is done
+FIRST = 2  # rounds that record and compile steps; from the second on, messages have their final form
+TRIES = 2  # times as many rounds as requested, at most, until enough of them record nothing new
+PRODUCTS, REPEATS = 20, 5  # matrix products on a GPU per measurement; number of measurements
 
 
 def synchronise(device: torch.device) -> None:
@@ -35,7 +35,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def seconds_of_step(step: Callable[[], None], steps: int, repeats: int, device: torch.device) -> list[float]:
-    """Seconds of a step after warming up, by clocks that stop when the device has done them all."""
+    """Seconds of a step, after a warm-up; each measurement waits for the device."""
     for _ in range(steps):
         step()
     seconds = []
@@ -50,7 +50,7 @@ def seconds_of_step(step: Callable[[], None], steps: int, repeats: int, device: 
 
 
 def better_cores(work: Callable[[], None], device: torch.device, threads: int) -> int:
-    """One core or so many, whichever is faster: on a busy machine one is, however large the work."""
+    """1 or `threads`, whichever is faster; on a busy machine one core is, even for large work."""
 
     def seconds(n: int) -> float:
         with on_cores(n):
@@ -63,16 +63,16 @@ def better_cores(work: Callable[[], None], device: torch.device, threads: int) -
 
 
 class PlainLoop(NamedTuple):
-    """How the plain loop is measured."""
+    """Measurement of the plain loop."""
 
     images: Images
-    samples: int  # of the client that it trains on
-    steps: int  # between two looks at the clock
+    samples: int  # of its client
+    steps: int  # per measurement
     repeats: int
-    threads: int  # on a CPU, at most
+    threads: int  # maximum on a CPU
 
-    def seconds(self, name: str, method: Method, tf32: bool) -> dict[str, Spread] | None:
-        """Seconds of a step by phase; None where nobody has written one for the method."""
+    def seconds(self, name: str, method: Method, tf32: bool) -> dict[str, MedianRange] | None:
+        """Seconds of a step by phase; None if the method has no plain loop."""
         found = {}
         for phase in phases(method):
             trainer = counterpart(name, method, phase, FIRST + 1, self.images.pixels.device)
@@ -83,39 +83,39 @@ class PlainLoop(NamedTuple):
         return found
 
     def given(self, phase: Phase) -> Iterator[tuple[Any, ...]]:
-        """What each step of a phase is handed: a batch of every stream, and what else it draws."""
+        """Inputs of each step of a phase: a batch of every stream, and further draws."""
         device = self.images.pixels.device
         rows, draws = torch.arange(self.samples, device=device), torch.Generator(device).manual_seed(0)
         walks = [walk(self.images, rows, s.batch, s.views, draws) for s in phase.streams]
         further = [] if phase.draw is None else [drawn(phase.draw, device)]
         return zip(*walks, *further, strict=True)
 
-    def seconds_of(self, trainer: Trainer, given: Iterator[tuple[Any, ...]]) -> Spread:
-        """Seconds of a step, on a CPU on as many cores as suit it better."""
+    def seconds_of(self, trainer: Trainer, given: Iterator[tuple[Any, ...]]) -> MedianRange:
+        """Seconds of a step, on a CPU with the faster number of cores."""
         device = self.images.pixels.device
 
         def step() -> None:
             trainer.step(*next(given))
 
         with on_cores(better_cores(step, device, self.threads)):
-            return spread(seconds_of_step(step, self.steps, self.repeats, device))
+            return median_range(seconds_of_step(step, self.steps, self.repeats, device))
 
 
 def drawn(draw: Callable[[np.random.Generator], np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """The further draws of step after step."""
+    """Further draws, one per step."""
     rng = np.random.default_rng(0)
     while True:
         yield to_device(np.asarray(draw(rng), np.float32), device)
 
 
 def phases(method: Method, t: int = FIRST + 1) -> tuple[Phase, ...]:
-    """All that clients do, of whatever kind; a name stands for one phase."""
+    """Phases of all kinds of clients, one per name."""
     found = {phase.name: phase for client in kinds(1) for phase in method.phases(client, t)}
     return tuple(found.values())
 
 
 def kinds(n: int) -> list[Client]:
-    """A client of each kind, with so many samples of a part."""
+    """A client of each kind, with n samples in each part that it has."""
     return [Client("any", n, n), Client("any", n, 0), Client("any", 0, n)]
 
 
@@ -125,14 +125,14 @@ def kinds(n: int) -> list[Client]:
 def time_rounds(
     method: Method, simulator: Simulator, plan: Plan, everyone: int
 ) -> tuple[list[Timed], list[Timed]]:
-    """The first rounds, with `everyone` taking part, and those after them.
+    """Times the first rounds, with `everyone` taking part, and the rounds after them.
 
-    The latter go on until `plan.rounds` of them have recorded nothing new: lanes record what they meet for
-    the first time, which may be late for a rare kind of client.
+    The latter continue until `plan.rounds` of them have recorded nothing new: lanes record each shape of job
+    when they first meet it, which may be late for a rare kind of client.
     """
     state = {k: v.to(simulator.engine.device) for k, v in method.initial(plan.seed).items()}
     first, rounds = [], []
-    with on_cores(1), simulator.engine.active():  # clients train side by side instead
+    with on_cores(1), simulator.engine.active():  # clients train in parallel instead
         for done, timed in clocked(method, simulator, Plan(FIRST, everyone, plan.seed), state, 1):
             first.append(timed)
             state = done.state
@@ -147,7 +147,7 @@ def time_rounds(
 def clocked(
     method: Method, simulator: Simulator, plan: Plan, state: Arrays, first: int
 ) -> Iterator[tuple[Round, Timed]]:
-    """Rounds, each with the seconds until the device has done all of it."""
+    """Rounds with their times; each time includes all work on the device."""
     rounds, device = federate(method, simulator, plan, state, first), simulator.engine.device
     while True:
         before = recordings(simulator)
@@ -158,18 +158,18 @@ def clocked(
         seconds = time.perf_counter() - clock
         if done is None:
             return
-        new = abs(recordings(simulator) - before)  # fewer than before: memory ran out, all was recorded anew
+        new = abs(recordings(simulator) - before)  # fewer than before if memory ran out
         yield done, Timed(done.t, seconds, dict(steps_of(method, done.clients, done.t)), new)
 
 
 def recordings(simulator: Simulator) -> int:
-    """How many stretches of steps its lanes have recorded."""
+    """Number of stretches of steps that the lanes have recorded."""
     lanes = simulator.lanes.lanes if simulator.lanes is not None else []
     return sum(len(program.runs) for lane in lanes for program in lane.programs.values())
 
 
 def steps_of(method: Method, clients: Sequence[Client], t: int) -> Counter[str]:
-    """The steps of clients in a round, by phase."""
+    """Number of steps of clients in a round, by phase."""
     counted: Counter[str] = Counter()
     for client in clients:
         counted.update({phase.name: phase.length(client) for phase in method.phases(client, t)})
@@ -177,19 +177,19 @@ def steps_of(method: Method, clients: Sequence[Client], t: int) -> Counter[str]:
 
 
 def average_steps(method: Method, clients: Sequence[Client], per_round: int) -> dict[str, float]:
-    """The steps by phase of a round on average, whoever is drawn."""
+    """Expected number of steps of a round, by phase."""
     share = min(1.0, per_round / len(clients))
     return {name: share * n for name, n in steps_of(method, clients, FIRST + 1).items()}
 
 
-# The work and the device
+# FLOPs and the device
 
 
 def flops_of_step(method: Method, simulator: Simulator) -> dict[str, float]:
     """FLOPs of one eager step by phase: of convolutions and matrix products, as PyTorch counts them.
 
-    They are those of the method itself, in full precision: what a faster way to run it adds (padding) or
-    leaves out does not count.
+    They are those of the method itself in full precision, without operations that a faster implementation
+    adds (padding) or saves.
     """
     rows = torch.arange(min(method.batch, len(simulator.y)), device=simulator.y.device)
     y = simulator.y[rows]
@@ -215,12 +215,12 @@ def flops_of(job: Job, kept: Arrays) -> float:
 
 
 def samples_of_step(method: Method) -> dict[str, float]:
-    """Samples that a step sees, by phase."""
+    """Number of samples in a step, by phase."""
     return {phase.name: float(sum(s.batch for s in phase.streams)) for phase in phases(method)}
 
 
 def matrix_peak(device: torch.device, side: int, threads: int) -> float:
-    """The most FLOPs a second of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
+    """Highest FLOP/s of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
     gpu = device.type == "cuda"
     draws = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn((side, side), device=device, generator=draws) for _ in range(2)]
@@ -234,8 +234,8 @@ def matrix_peak(device: torch.device, side: int, threads: int) -> float:
     return float(2 * side**3 / min(seconds))
 
 
-def forget_memory(device: torch.device) -> None:
-    """Gives back what is not used any more, and measures the most in use from here on."""
+def reset_memory(device: torch.device) -> None:
+    """Frees unused memory, and resets the peak of memory in use."""
     gc.collect()  # recordings and their jobs refer to each other
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -243,6 +243,6 @@ def forget_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def most_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU that were taken at most."""
+def peak_memory(device: torch.device) -> int | None:
+    """Peak of a GPU's memory in use, in bytes; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

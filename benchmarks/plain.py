@@ -1,8 +1,8 @@
-"""Local training as one writes it by hand, to be measured against: modules, `torch.optim`, step after step.
+"""Local training written by hand with modules and `torch.optim`, as the baseline of the benchmark.
 
-Nothing of the engine occurs here. It is a good loop, not a straw man: the images lie on the device as bytes,
-batches are drawn and augmented there, networks and images are channels_last, gradients are clipped and
-weights moved by PyTorch's multi-tensor kernels, and no step waits for the device.
+It uses nothing of the engine. It is a good loop, not a straw man: images are on the device as bytes, batches
+are drawn and augmented there, networks and images are channels_last, gradients are clipped and weights
+updated by PyTorch's multi-tensor kernels, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fedhassle.data.strong import UNIFORMS, augmented
 
 Loss = Callable[..., Tensor]
-"""(a batch of each stream, what else a step draws) -> the loss of the step."""
+"""(a batch of each stream, further draws) -> the loss of the step."""
 
 
-# What is shown
+# Images
 
 
 class Batch(NamedTuple):
@@ -33,9 +33,9 @@ class Batch(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A table of images on a device, and how training sees them."""
+    """A table of images on a device, with its normalisation and augmentation."""
 
-    pixels: Tensor  # (N, H + 2·crop, W + 2·crop, C) uint8, reflected at the borders
+    pixels: Tensor  # (N, H + 2·crop, W + 2·crop, C) uint8, with reflected borders
     y: Tensor  # (N,)
     scale: Tensor  # (C,): pixel · scale + shift is the normalised value
     shift: Tensor  # (C,)
@@ -43,7 +43,7 @@ class Images(NamedTuple):
     crop: int
 
     def batch(self, rows: Tensor, views: Sequence[str], draws: torch.Generator) -> Batch:
-        """Independent views of some rows, `weak` or `strong`, and their labels."""
+        """A batch of some rows, with independent views, `weak` or `strong`."""
         return Batch(tuple(self.view(rows, view, draws) for view in views), self.y[rows])
 
     def view(self, rows: Tensor, view: str, draws: torch.Generator) -> Tensor:
@@ -58,7 +58,7 @@ class Images(NamedTuple):
         return (pixels * self.scale + self.shift).permute(0, 3, 1, 2)
 
     def cropped(self, rows: Tensor, draws: torch.Generator) -> Tensor:
-        """A random window of each image, of the size that it had before it was padded."""
+        """A random window of each padded image, in the original size."""
         high, wide = (side - 2 * self.crop for side in self.pixels.shape[1:3])
         down, across = (self.drawn(rows, 2 * self.crop + 1, draws) for _ in range(2))  # (B,)
         down = down[:, None] + torch.arange(high, device=rows.device)  # (B, H)
@@ -66,7 +66,7 @@ class Images(NamedTuple):
         return self.pixels[rows[:, None, None], down[:, :, None], across[:, None, :]]
 
     def drawn(self, rows: Tensor, below: int, draws: torch.Generator) -> Tensor:
-        """A whole number from 0 for each row."""
+        """A random integer from 0 to `below`, exclusive, for each row."""
         return torch.randint(below, rows.shape, device=rows.device, generator=draws)
 
 
@@ -79,7 +79,7 @@ def images_on(
     flip: bool,
     crop: int,
 ) -> Images:
-    """Images (N, H, W, C) and their labels on a device, padded once."""
+    """Copies images (N, H, W, C) and labels to a device; pads the images once."""
     padded = np.pad(x, ((0, 0), (crop, crop), (crop, crop), (0, 0)), mode="reflect")
     spread = torch.tensor(std)
     return Images(
@@ -95,7 +95,7 @@ def images_on(
 def walk(
     images: Images, rows: Tensor, batch: int, views: Sequence[str], draws: torch.Generator
 ) -> Iterator[Batch]:
-    """A client's batches without end, epoch after epoch; the last of each is filled up from its start."""
+    """Endless batches of a client; the last of each epoch is filled up from the epoch's start."""
     full = -(-len(rows) // batch) * batch
     while True:
         order = torch.randperm(len(rows), device=rows.device, generator=draws)
@@ -104,11 +104,11 @@ def walk(
             yield images.batch(chosen, views, draws)
 
 
-# What trains
+# Training
 
 
 class Descent:
-    """Some parameters under SGD: clip the gradient of a loss, weight decay, momentum."""
+    """SGD on some parameters: gradient clipping, weight decay, momentum."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Descent:
         self.optimiser = torch.optim.SGD(self.parameters, lr, momentum, weight_decay=decay)
 
     def step(self, *given: Any) -> Tensor:
-        """One step on what it is given, and the loss before it; nothing waits for the device."""
+        """One step on the given inputs; returns the loss before it, without waiting for the device."""
         self.optimiser.zero_grad()
         loss = self.loss(*given)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -134,13 +134,13 @@ class Descent:
 
 
 class Trainer(NamedTuple):
-    """A step makes all descents in order, then what comes after them."""
+    """Runs all descents in order in each step, then `then`."""
 
     descents: Sequence[Descent]
     then: Callable[[], None] | None = None
 
     def step(self, *given: Any) -> list[Tensor]:
-        """One step on a batch of each stream and what else it draws; the loss of each descent."""
+        """One step on a batch of each stream and further draws; returns the loss of each descent."""
         losses = [descent.step(*given) for descent in self.descents]
         if self.then is not None:
             self.then()
@@ -148,26 +148,26 @@ class Trainer(NamedTuple):
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A network that is asked and does not learn."""
+    """The network in evaluation mode, without gradients."""
     return module.eval().requires_grad_(False)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All entries in one vector: a norm of it takes a few kernels instead of some for every layer.
+    """All entries in one vector, whose norm takes a few kernels instead of several per layer.
 
-    In the order of channels_last, in which kernels lie: so none is copied for it.
+    In channels_last order, like the convolution kernels, so that none has to be copied first.
     """
     laid = (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor for tensor in tensors)
     return torch.cat([tensor.reshape(-1) for tensor in laid])
 
 
-# How PyTorch is set
+# Switches
 
 
 @contextmanager
 def switches(tf32: bool) -> Iterator[None]:
-    """PyTorch's libraries as one sets them for speed, with or without TF32; afterwards as they were."""
-    cudnn: Any = torch.backends.cudnn  # whose stubs know no `conv`
+    """Sets PyTorch's backend switches for speed inside the block, with or without TF32."""
+    cudnn: Any = torch.backends.cudnn  # its stubs lack `conv`
     places = (cudnn.conv, torch.backends.cuda.matmul)
     before = cudnn.benchmark, *(place.fp32_precision for place in places)
     cudnn.benchmark = True

@@ -1,4 +1,4 @@
-"""The losses of all methods as one writes them by hand for the plain loop: closures over modules."""
+"""The losses of all methods for the plain loop, as closures over modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedhassle.losses import (
 )
 from fedhassle.nets import normalisation_names
 
-# On labels
+# Labelled data
 
 
 def supervised(module: nn.Module) -> Loss:
@@ -62,13 +62,13 @@ def residual(module: nn.Module, dual: nn.Module, other: nn.Module, lam: float, t
     return loss
 
 
-# On both parts: MixMatch
+# MixMatch
 
 
 def mixmatch(module: nn.Module, weight: float, temperature: float) -> Loss:
     """Cross-entropy on mixed labelled samples + weight · squared error on mixed unlabelled ones.
 
-    Each step is handed λ and for each sample whom it is mixed with.
+    Each step receives λ and, for each sample, the index of the sample to mix with.
     """
 
     def loss(unlabelled: Batch, labelled: Batch, draw: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def mixmatch(module: nn.Module, weight: float, temperature: float) -> Loss:
 
 
 def guessed(module: nn.Module, u: Tensor, temperature: float) -> Tensor:
-    """The sharpened mean over two views (2·B, C, H, W) of what a network itself says, (B, M)."""
+    """The sharpened mean (B, M) of a network's own predictions on two views (2·B, C, H, W)."""
     module.eval()
     with torch.no_grad():
         one, other = module(u).softmax(1).chunk(2)
@@ -95,14 +95,14 @@ def guessed(module: nn.Module, u: Tensor, temperature: float) -> Tensor:
     return sharpen((one + other) / 2, temperature)
 
 
-# On both parts, or on the unlabelled one alone: FixMatch and what goes by it
+# FixMatch and its variants
 
 Consistency = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits of the weak view, without gradient; the weak view; logits of the strong one) -> their term."""
+"""(logits of the weak view, without gradient; the weak view; logits of the strong view) -> a loss term."""
 
 
 def own_labels(confidence: float) -> Consistency:
-    """The strong view is to be what the network is sure that the weak one is: FixMatch."""
+    """Pseudo-labels from the network's own confident predictions on the weak view: FixMatch."""
 
     def consistency(z_weak: Tensor, weak: Tensor, z_strong: Tensor) -> Tensor:
         return cross_entropy(z_strong, hard_labels(z_weak, confidence))
@@ -111,7 +111,7 @@ def own_labels(confidence: float) -> Consistency:
 
 
 def labels_of(teacher: nn.Module, confidence: float) -> Consistency:
-    """… what the model received is sure that it is."""
+    """Pseudo-labels from the received model's confident predictions."""
 
     def consistency(z_weak: Tensor, weak: Tensor, z_strong: Tensor) -> Tensor:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def labels_of(teacher: nn.Module, confidence: float) -> Consistency:
 
 
 def labels_between(teacher: nn.Module, confidence: float, halving: float) -> Consistency:
-    """… a mean of both labels, by how alike their confidences are: SAGE."""
+    """A mean of both labels, weighted by the similarity of their confidences: SAGE."""
 
     def consistency(z_weak: Tensor, weak: Tensor, z_strong: Tensor) -> Tensor:
         with torch.no_grad():
@@ -138,7 +138,7 @@ def labels_between(teacher: nn.Module, confidence: float, halving: float) -> Con
 
 
 def fixmatch(module: nn.Module, consistency: Consistency, weight: float) -> Loss:
-    """Cross-entropy + weight · consistency, in one pass over all views."""
+    """Cross-entropy + weight · consistency, in one forward pass over all views."""
 
     def loss(unlabelled: Batch, labelled: Batch) -> Tensor:
         views = (*labelled.views, *unlabelled.views)
@@ -150,7 +150,7 @@ def fixmatch(module: nn.Module, consistency: Consistency, weight: float) -> Loss
 
 
 def fixmatch_alone(module: nn.Module, consistency: Consistency, weight: float) -> Loss:
-    """Weight · consistency, of a client without labels."""
+    """Weight · consistency, on a client without labels."""
 
     def loss(unlabelled: Batch) -> Tensor:
         z_weak, z_strong = module(torch.cat(unlabelled.views)).chunk(2)
@@ -159,11 +159,11 @@ def fixmatch_alone(module: nn.Module, consistency: Consistency, weight: float) -
     return loss
 
 
-# With a teacher that follows: RSCFed
+# RSCFed
 
 
 def taught(module: nn.Module, teacher: nn.Module, weight: float, temperature: float) -> Loss:
-    """Weight · squared distance from the sharpened teacher, which looks at another view."""
+    """Weight · squared distance from the sharpened teacher on another view."""
 
     def loss(unlabelled: Batch) -> Tensor:
         one, other = unlabelled.views
@@ -176,7 +176,7 @@ def taught(module: nn.Module, teacher: nn.Module, weight: float, temperature: fl
 
 
 def on_both(unlabelled: Loss, labelled: Loss) -> Loss:
-    """The sum of two losses, each on its part."""
+    """The sum of a loss on unlabelled and one on labelled data."""
 
     def loss(without: Batch, having: Batch) -> Tensor:
         return labelled(having) + unlabelled(without)
@@ -185,7 +185,7 @@ def on_both(unlabelled: Loss, labelled: Loss) -> Loss:
 
 
 def following(teacher: nn.Module, module: nn.Module, ema: float) -> Callable[[], None]:
-    """A step of the teacher towards the model, statistics included, the shorter the more it has made."""
+    """A function that moves the teacher towards the model, with statistics, by steps that get shorter."""
     steps, behind, ahead = count(1), floating(teacher), floating(module)
 
     @torch.no_grad()
@@ -200,14 +200,14 @@ def floating(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
 
 
-# With two vectors: FedMatch
+# FedMatch
 
 
 class Sum:
-    """θ = σ + ψ of two networks of one kind: ψ is added to the kernels of σ, whose BatchNorm is θ's too.
+    """θ = σ + ψ of two networks: ψ is added to the kernels of σ, and θ shares the BatchNorm of σ.
 
-    θ is a network whose kernels are set anew for each descent: `functional_call` would take half as long
-    again as a pass of a small network.
+    θ is a network whose kernels are set in each descent; `functional_call` would make a forward pass of a
+    small network 1.5 times as long.
     """
 
     def __init__(self, sigma: nn.Module, psi: nn.Module) -> None:
@@ -222,10 +222,10 @@ class Sum:
         paths = [name.rpartition(".") for name in names]
         self.places = [(self.theta.get_submodule(layer), name) for layer, _, name in paths]
         for layer, name in self.places:
-            delattr(layer, name)  # from now on no parameter but a tensor
+            delattr(layer, name)  # now a tensor, no longer a parameter
 
     def at(self, sigma: tuple[Tensor, ...], psi: tuple[Tensor, ...], still: bool = False) -> nn.Module:
-        """θ with these kernels, whichever of them are to have a gradient; `still`: statistics do not move."""
+        """θ with these kernels, of which either may have gradients; `still`: statistics stay unchanged."""
         for norm, momentum in self.norms:
             norm.momentum = 0.0 if still else momentum
         for (layer, name), kernel in zip(self.places, torch._foreach_add(sigma, psi), strict=True):
@@ -244,7 +244,7 @@ def supervised_sum(both: Sum, weight: float) -> Loss:
 
 
 class Weights(NamedTuple):
-    """The terms of ψ's loss."""
+    """Weights of the terms in the loss of ψ."""
 
     consistency: float
     sparsity: float
@@ -252,7 +252,7 @@ class Weights(NamedTuple):
 
 
 def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weights: Weights) -> Loss:
-    """Agreement with helpers and with the label that most vote for, and the norms, for ψ."""
+    """Agreement with helpers and with the majority label, and the norms, for ψ."""
     sigma, norm = detached(both.sigma), norms(both, weights)
 
     def loss(*batches: Batch) -> Tensor:
@@ -271,7 +271,7 @@ def agreement(both: Sum, helpers: Sequence[nn.Module], confidence: float, weight
 
 
 def norms(both: Sum, weights: Weights) -> Loss:
-    """λ_1·|ψ| + λ_2·‖σ − ψ‖², for ψ; whatever the batches are."""
+    """λ_1·|ψ| + λ_2·‖σ − ψ‖², for ψ; does not depend on the batches."""
     sigma = detached(both.sigma)
 
     def loss(*batches: Batch) -> Tensor:
@@ -286,17 +286,17 @@ def norms(both: Sum, weights: Weights) -> Loss:
 
 @torch.no_grad()
 def answers(models: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """The logits of models that do not learn."""
+    """Logits of frozen models."""
     return [model(x) for model in models]
 
 
 def voted(logits: Sequence[Tensor]) -> Tensor:
-    """The class (B,) with the most votes; of several the lowest."""
+    """The class (B,) with the most votes; of several, the lowest."""
     classes = logits[0].shape[1]
     votes = torch.stack([one_hot(z.argmax(1), classes) for z in logits]).sum(0)  # (B, M)
     return (votes * classes - torch.arange(classes, device=logits[0].device)).argmax(1)
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same memory without a gradient: what an optimiser moves, these see."""
+    """The tensors without gradients; they share memory with those that an optimiser updates."""
     return tuple(tensor.detach() for tensor in tensors)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedhassle import nets
 from fedhassle.engine.client import train
 from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import UserError
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle import nets
 from fedhassle.nets import (
     NETS,
     CaptureLock,

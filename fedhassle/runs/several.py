@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from fedhassle.settings.build import build_engine
-from fedhassle.engine.gpu.sharing import STREAMS
+from fedhassle.engine.gpu.streams import STREAMS
 from fedhassle.runs.launch import Run, carry_out, heard
 from fedhassle.runs.record import Step
 

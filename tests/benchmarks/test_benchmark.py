@@ -30,7 +30,6 @@ from benchmarks.benchmark import (
     warnings_to,
 )
 from benchmarks.counterparts import COUNTERPARTS, counterpart
-from benchmarks.figures import Costs, Timed, method_figures, scaling_figures, spread, steady
 from benchmarks.measure import (
     PlainLoop,
     average_steps,
@@ -41,7 +40,17 @@ from benchmarks.measure import (
     time_rounds,
 )
 from benchmarks.plain import images_on, walk
-from benchmarks.tables import methods_table, number, scaling_table
+from benchmarks.report import (
+    Costs,
+    Timed,
+    median_range,
+    method_figures,
+    methods_table,
+    number,
+    scaling_figures,
+    scaling_table,
+    steady,
+)
 from fedhassle.engine.client import advance, batches_of, draw, prepare, visit
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.rounds import Plan
@@ -261,7 +270,7 @@ def test_every_phase_of_every_method_has_its_plain_loop():
 
 
 def test_the_plain_loop_knows_networks_and_losses_alone():
-    tree = ast.parse((ROOT / "fedhassle" / "bench" / "plain.py").read_text("utf-8"))
+    tree = ast.parse((ROOT / "benchmarks" / "plain.py").read_text("utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {name for name in modules if name.startswith("fedhassle")}
     assert ours <= {"fedhassle.losses", "fedhassle.nets", "fedhassle.data.strong"}
@@ -401,7 +410,7 @@ COSTS = Costs(
     samples={"labelled": 10, "residual": 20},
     flops={"labelled": 100.0, "residual": 50.0},
     steps={"labelled": 3.0, "residual": 2.0},
-    plain={"fp32": {"labelled": spread([0.9, 1.0, 1.4]), "residual": spread([0.5, 0.5, 0.4])}},
+    plain={"fp32": {"labelled": median_range([0.9, 1.0, 1.4]), "residual": median_range([0.5, 0.5, 0.4])}},
 )
 ROUNDS = [timed(3, 2.0, 4, 2), timed(4, 99.0, 1, 1, recorded=5), timed(5, 1.0, 2, 2), timed(6, 4.0, 5, 6)]
 
@@ -512,7 +521,7 @@ def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     assert [(line["clients"], line["clients_per_round"]) for line in by_total] == [(20, 3), (100, 3)]
     assert [line["steps"] for line in by_round + by_total] == [2, 4, 6, 6]  # 16 samples: 2 steps a client
     shown = console.file.getvalue()
-    for word in ("hassle: the plain loop, fp32", "seconds a round", "by clients there are", str(path.name)):
+    for word in ("hassle: the plain loop, fp32", "seconds per round", "by number of clients", path.name):
         assert word in shown
 
 
@@ -557,7 +566,7 @@ def test_a_wrong_name_costs_no_earlier_report(tmp_path):
 def test_a_method_is_summed_up_by_how_fast_it_is():
     plain = {"fp32": {"ratio": {"median": 12.25}}, "tf32": {"ratio": {"median": 9.5}}}
     assert summed_up("hassle", {"seconds": {"median": 1.98}, "plain": plain}) == (
-        "hassle: 1.98 s a round, 12.25 times as fast as plain fp32, 9.50 times as fast as plain tf32"
+        "hassle: 1.98 s per round, 12.25 times as fast as plain fp32, 9.50 times as fast as plain tf32"
     )
 
 

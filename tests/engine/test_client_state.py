@@ -273,7 +273,7 @@ def test_a_file_of_another_client_or_round_is_an_error(about, memory):
     memory.save("ann", 4, value(4))
     (path,) = memory.folder.rglob("round-*")
     write_arrays(path, value(5), about)
-    with pytest.raises(UserError, match="is not what 'ann' kept in round 4") as caught:
+    with pytest.raises(UserError, match="is not the state of 'ann' after round 4") as caught:
         memory.load("ann", 9, CPU)
     assert str(path) in str(caught.value)
 

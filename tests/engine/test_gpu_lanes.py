@@ -7,17 +7,16 @@ import threading
 import weakref
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
-from fedhassle.engine.client import Job, Visit, train, visit
-from fedhassle.engine.device import Engine
+from fedhassle.engine.client import Job, Visit, visit
 from fedhassle.engine.gpu import recording
-from fedhassle.engine.gpu.lanes import Lanes, chains, connected, joined
+from fedhassle.engine.gpu.lanes import chains, connected, joined
 from fedhassle.engine.gpu.recording import Lane
 from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
 from fedhassle.engine.rounds import Plan, federate
@@ -43,61 +42,9 @@ LINEAR = small.net(small.Linear)
 START = {"w": LINEAR.initial(0)}
 
 
-def pool(lanes=3, **settings):
-    return Lanes(Engine(small.CPU, lanes=lanes, **settings))
-
-
-def clients(channels=1, side=small.SIDE):
-    """Clients of every kind and of many sizes.
-
-    In two epochs of batches of 8 they make 12 labelled steps; 4 labelled and 10 unlabelled ones; 22
-    unlabelled ones; 2 and 2; 2 and 4. A stretch is ten: there are fewer, as many, and more.
-    """
-    data = small.dataset(channels, side, flip=True, crop=2)
-    return small.beside(
-        small.site(data, range(47), (), "full"),
-        small.site(data, range(47, 59), range(40, 75), "partial"),
-        small.site(data, (), range(36, 120), "unlabelled"),
-        small.site(data, range(3), range(61, 65), "little"),
-        small.site(data, range(60, 66), range(20, 29), "unknown truth", truth=False),
-    )
-
-
 def short(name):
     """Settings of a round in a fraction of a second; 13 steps are a stretch and three more."""
     return {"batch": 8, "epochs": 2, **({"residual_steps": 13} if name == "hassle" else {})}
-
-
-def assert_same(found, expected):
-    """The same update and memory bit for bit, names in the same order."""
-    (update, kept), (other, memory) = found, expected
-    assert update.client == other.client and update.samples == other.samples
-    for mine, its in ((update.arrays, other.arrays), (update.losses, other.losses), (kept, memory)):
-        assert list(mine) == list(its) and small.same(mine, its)
-    assert (update.labelling is None) == (other.labelling is None)
-    assert update.labelling is None or torch.equal(update.labelling, other.labelling)
-
-
-def assert_lanes_train_as_eagerly(made, method, sites, rounds=2):
-    """Round after round on the same lanes; what clients are sent and keep is left alone."""
-    state, memory = method.initial(0), {}
-    for t in range(1, rounds + 1):
-        asked = [
-            (method, site, method.message(state, site.client, t), memory.get(site.client.name), t, 0)
-            for site in sites
-            if method.phases(site.client, t)
-        ]
-        expected = [train(*one) for one in asked]
-        given = [{k: v.clone() for k, v in (one[2] | (one[3] or {})).items()} for one in asked]
-        found = made.train([visit(*one) for one in asked])
-        assert [update.client.name for update, _ in found] == [one[1].client.name for one in asked]
-        for one, mine, its, before in zip(asked, found, expected, given, strict=True):
-            assert_same(mine, its)
-            assert small.same(one[2] | (one[3] or {}), before)
-        memory = {update.client.name: kept for update, kept in found if kept}
-        state = method.merge(state, [update for update, _ in found], t, np.random.default_rng(t))
-        assert all(torch.isfinite(v).all() for v in state.values())
-    return state
 
 
 # Each client as if alone

@@ -623,7 +623,7 @@ def test_an_unlabelled_client_of_fedmatch_sends_psi_alone():
 
 
 def update(client, **arrays):
-    """What a client sends that trains on its labels alone, if it has any."""
+    """The update of a client that trains only on its labels, if it has any."""
     return Update(client, tensors(**arrays), dict.fromkeys(arrays, client.labelled or client.unlabelled), {})
 
 

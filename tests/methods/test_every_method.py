@@ -1,4 +1,4 @@
-"""What every method that is shipped must do, whatever it trains."""
+"""Requirements of every shipped method."""
 
 import dataclasses
 import logging
@@ -8,10 +8,11 @@ import typing
 import numpy as np
 import pytest
 import small
-import test_gpu
 import torch
+from on_devices import CLOSE, SAME, TERMS, relative, second_round
+from on_devices import made as made_to_compare
+from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from small import TELLING, call, made, metrics_of, resolved, tensors_of
-from test_gpu_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
 from fedhassle.data.split.cuts import SPLIT_KINDS
@@ -89,10 +90,8 @@ def test_the_kinds_of_clients_that_it_has_no_use_for_are_logged_once(name, caplo
     simulator = Simulator(small.dataset(), parts, 0, small.ENGINE)
     with caplog.at_level(logging.INFO, "fedhassle"):
         rounds = list(federate(method, simulator, Plan(3, 6, 0), method.initial(0)))
-    told = [record.getMessage() for record in caplog.records if "not asked" in record.getMessage()]
-    assert told == [
-        f"round 1: {kind} clients are not asked: the method has no use for them here" for kind in IDLE[name]
-    ]
+    told = [record.getMessage() for record in caplog.records if "do not train" in record.getMessage()]
+    assert [line.split()[:3] for line in told] == [["round", "1:", kind] for kind in IDLE[name]]
     asked = {reply.update.client.kind for done in rounds for reply in done.replies}
     there = {client.kind for client in simulator.clients}
     assert asked == there - set(IDLE[name])
@@ -230,22 +229,22 @@ def test_the_phases_of_every_method_are_written_down():
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("fedavg", "fedprox", "hassle")])
 def test_its_steps_on_lanes_are_those_one_by_one(name, count, global_randomness):
-    """Bit for bit, three rounds with what clients keep; the others are in `test_lanes`."""
+    """Bit for bit, three rounds with what clients keep; the others are in `test_gpu_lanes`."""
     method = made(name, epochs=2)
     state = assert_lanes_train_as_eagerly(pool(count), method, clients()[:3], rounds=3)
     assert not small.same(method.model(state), method.model(method.initial(0)))
 
 
-@pytest.mark.parametrize(("name", "weight", "kinds"), test_gpu.TERMS)
+@pytest.mark.parametrize(("name", "weight", "kinds"), TERMS)
 def test_a_device_that_forgets_a_term_would_be_found(name, weight, kinds):
     """Without it a step of these clients differs by more than the tests on a GPU allow, and of no others."""
-    method = test_gpu.made(name, small.ConvNet)
+    method = made_to_compare(name, small.ConvNet)
     without = dataclasses.replace(method, **{weight: 0.0})
     seen = set()
-    for _, *one in test_gpu.second_round(method, small.CPU):
+    for _, *one in second_round(method, small.CPU):
         found, other = train(method, *one)[0].arrays, train(without, *one)[0].arrays
-        if any(not torch.allclose(found[k], other[k], **test_gpu.CLOSE) for k in other):
-            assert max(test_gpu.relative(found[k], other[k]) for k in other) > 10 * test_gpu.SAME
+        if any(not torch.allclose(found[k], other[k], **CLOSE) for k in other):
+            assert max(relative(found[k], other[k]) for k in other) > 10 * SAME
             seen.add(one[0].client.kind)
         else:
             assert small.same(found, other)
@@ -253,14 +252,14 @@ def test_a_device_that_forgets_a_term_would_be_found(name, weight, kinds):
 
 
 def test_a_device_that_forgets_helpers_would_be_found():
-    fedmatch = test_gpu.made("fedmatch", small.ConvNet)
-    for method, site, message, *rest in test_gpu.second_round(fedmatch, small.CPU):
+    fedmatch = made_to_compare("fedmatch", small.ConvNet)
+    for method, site, message, *rest in second_round(fedmatch, small.CPU):
         alone = {k: v for k, v in message.items() if not k.startswith("helper")}
         assert (len(alone) < len(message)) == (site.client.kind != "full")
         if len(alone) < len(message):
             found, other = (train(method, site, sent, *rest)[0].arrays["psi"] for sent in (message, alone))
-            assert not torch.allclose(found, other, **test_gpu.CLOSE)
-            assert test_gpu.relative(found, other) > 10 * test_gpu.SAME
+            assert not torch.allclose(found, other, **CLOSE)
+            assert relative(found, other) > 10 * SAME
 
 
 # Runs

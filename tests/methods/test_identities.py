@@ -1,4 +1,4 @@
-"""What must hold between methods, models and rounds, bit for bit where it says so."""
+"""Identities between methods, models and rounds, bit for bit where the test says so."""
 
 import itertools
 

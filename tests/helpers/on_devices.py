@@ -1,0 +1,89 @@
+"""One step of every method on a CPU and on a GPU: clients, methods and the tolerances of a comparison."""
+
+from functools import cache
+
+import numpy as np
+import small
+import torch
+
+from fedhassle.engine.client import Samples, Site, train
+from fedhassle.engine.device import Engine
+from fedhassle.engine.simulator import dataset_views
+from fedhassle.methods import METHODS
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DATA = small.dataset(channels=3, flip=True, crop=2)
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # of a step on two devices
+SAME = 1e-5  # of a step made in two ways on one device
+# Every sample counts, so that none is at a threshold, and terms are seen beside the rounding of a device.
+STRONG = {
+    "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts where there is no distance
+    "mixmatch": {"weight": 75.0},
+    "fixmatch": {"confidence": 0.1},
+    "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0},
+    "rscfed": {"consistency_weight": 10.0},
+    "hassle": {"gamma": 0.1},
+    "fixmatch-global": {"confidence": 0.1},
+    "sage": {"confidence": 0.1},
+}
+# The weight of each term, and the kinds of clients that have it. That it is seen: `test_every_method`.
+TERMS = [
+    ("fedprox", "mu", ("full", "partial")),
+    ("mixmatch", "weight", ("partial",)),
+    ("fixmatch", "weight", ("partial",)),
+    ("fedmatch", "consistency_weight", ("partial", "unlabelled")),
+    ("rscfed", "consistency_weight", ("partial", "unlabelled")),
+    ("hassle", "gamma", ("full", "partial", "unlabelled")),
+    ("hassle", "lam", ("full", "partial", "unlabelled")),
+    ("fixmatch-global", "weight", ("partial", "unlabelled")),
+    ("sage", "weight", ("partial", "unlabelled")),
+]
+
+
+def on(device: torch.device, labelled=range(20), unlabelled=range(40, 61), name="ann") -> Site:
+    """A client whose data lie on a device."""
+    here = small.site(DATA, labelled=labelled, unlabelled=unlabelled, name=name)
+    samples = Samples(*(value.to(device) for value in here.samples))
+    return Site(here.client, samples, dataset_views(DATA, device))
+
+
+def of_each_kind(device: torch.device) -> list[Site]:
+    """A partial, a full and an unlabelled client of a batch each."""
+    return [on(device), on(device, range(30), (), "ben"), on(device, (), range(60, 90), "eve")]
+
+
+def made(name, build, steps=1, lr=0.01):
+    """A method that makes so many steps; seven classes give a bias of odd length before BatchNorm's gains.
+
+    FedMatch multiplies its loss by ten: at a tenth of the rate its steps and their rounding are as large.
+    """
+    lr /= 10 if name == "fedmatch" else 1
+    short = {"hassle": {"residual_steps": steps}, "central": {"steps": steps}}
+    chosen = {"epochs": steps, **small.TELLING.get(name, {}), **STRONG.get(name, {}), **short.get(name, {})}
+    net = small.net(build, channels=3, classes=7)
+    return METHODS[name](net=net, batch=32, lr=lr, **chosen)
+
+
+@cache
+def after_a_round(method):
+    """The state after a round of each kind of client on the CPU, and what each keeps."""
+    state = method.initial(0)
+    sites = [site for site in of_each_kind(CPU) if method.phases(site.client, 1)]
+    with Engine(CPU).active():
+        done = [train(method, one, method.message(state, one.client, 1), None, 1, 0) for one in sites]
+    merged = method.merge(state, [update for update, _ in done], 1, np.random.default_rng(0))
+    return merged, {update.client.name: kept for update, kept in done}
+
+
+def second_round(method, device):
+    """What clients on a device train with in round 2: FedMatch has helpers by then, HASSLE older duals."""
+    state, memory = after_a_round(method)
+    there = {k: v.to(device) for k, v in state.items()}
+    for site in of_each_kind(device):
+        if method.phases(site.client, 2):
+            kept = {k: v.to(device) for k, v in memory[site.client.name].items()}
+            yield method, site, method.message(there, site.client, 2), kept, 2, 0
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
