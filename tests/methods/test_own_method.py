@@ -104,7 +104,7 @@ def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
         (
             'return {"model": ',
             'return {"mine": ',
-            "Ridge reports mine and not 'model', its headline: set headline",
+            "Ridge reports mine, but not its headline 'model': set headline",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_a_subclass_may_well_do_without_a_decorator(module):
         ),
         ('state["w"], x)}', 'state["w"], x).argmax(1)}', r"returns \(2,\) for 'model'"),
         ('self.net.logits(state["w"], x)}', "None}", "returns NoneType for 'model'"),
-        ('{"model": ', '{"mine": ', "reports mine and not 'model', its headline"),
+        ('{"model": ', '{"mine": ', "reports mine, but not its headline 'model'"),
     ],
 )
 def test_predictions_that_cannot_be_evaluated_are_refused_before_anything_trains(

@@ -141,7 +141,7 @@ def test_every_cell_is_made_and_told_of_with_its_result(made):
     assert len(found) == 8
     for method, seed in itertools.product(("fedavg", "hassle"), (0, 1)):
         assert sum(name.startswith(method) and name.endswith(f"-{seed}.json") for name in found) == 2
-    assert "round 1/4" not in out and "not asked" not in out  # that is in the logs
+    assert "round 1/4" not in out and "do not train" not in out  # that is in the logs
 
 
 def test_the_table_has_the_means_over_seeds(made, tiny):

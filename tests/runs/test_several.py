@@ -227,7 +227,7 @@ def test_one_command_trains_every_combination(tmp_path):
         summary = json.loads((tmp_path / "all" / name / "summary.json").read_text())
         assert f"{summary['seed']}-{summary['method']}" == name
         assert f"{name}  round 2/2" in out
-        assert f"{name}  round 1: unlabelled clients are not asked" in out
+        assert f"{name}  round 1: unlabelled clients do not train" in out
     heading, gap = out.splitlines()[-2:]
     assert heading == "over fedavg model, seed by seed:" and gap.startswith("  fedprox model: ")
     assert gap.endswith(" of 2 above")
