@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import small
+import typer
 from typer.main import get_command
 
 import fedhassle
 import fedhassle.method
+from benchmarks.__main__ import main as benchmark
 from fedhassle.cli.main import app
 from fedhassle.method import Method
 from fedhassle.methods import METHODS, Hassle
@@ -97,6 +99,17 @@ def test_the_commands_of_the_federation_page_parse():
         with command.make_context(command.name, words):
             shown.add(command.name)
     assert shown == {"init", "join", "admit", "server", "node", "status", "run", "predict"}
+
+
+def test_the_benchmark_commands_of_the_speed_page_parse():
+    program = typer.Typer()
+    program.command()(benchmark)
+    (source,) = re.findall(r"^```bash\n(.*?)^```", PAGES["speed.md"], re.MULTILINE | re.DOTALL)
+    for line in source.splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[:3] == ["python", "-m", "benchmarks"]
+        with get_command(program).make_context("benchmarks", words[3:]) as context:
+            assert {*(context.params["methods"] or [])} <= METHODS.keys()
 
 
 QUOTES = re.findall(
