@@ -19,7 +19,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
 CPU = torch.device("cpu")
-# Each tensor of a flat vector starts at a multiple of so many entries, hence of 16 bytes in float32 and
+# Each tensor of a flat vector starts at a multiple of 8 entries, hence of 16 bytes in both float32 and
 # bfloat16. CUDA kernels load 16 bytes at once, and a BatchNorm with unaligned gains fails with "misaligned
 # address".
 ALIGNED = 8

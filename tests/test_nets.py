@@ -44,7 +44,7 @@ def drawn(*shape, seed=0):
 
 
 def module_of(net, seed=5):
-    """A module of the network's shape whose every tensor is drawn at random, statistics as well."""
+    """A module of the network's shape with random tensors, including statistics."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = net.build(net.shape, net.classes, net.width)
@@ -66,7 +66,7 @@ def module_of(net, seed=5):
         (LeNet, (1, 28, 28), 10, 1, 61_706),
     ],
 )
-def test_the_parameters_are_as_many_as_the_papers(build, shape, classes, width, count):
+def test_the_number_of_parameters_is_the_papers(build, shape, classes, width, count):
     assert Net(build, shape, classes, width).n_parameters == count
 
 
@@ -132,7 +132,7 @@ def test_lenet_takes_the_smallest_image_and_odd_or_oblong_ones():
 
 @BUILDS
 def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, channels):
-    """Every tensor gets a number of its own: the vector must hold the numbers in the documented order.
+    """Each tensor is filled with its own number; the vector must hold the numbers in the documented order.
 
     Zeros follow each tensor up to a multiple of eight entries.
     """
@@ -160,9 +160,9 @@ def test_a_vector_holds_kernels_then_gains_and_shifts_then_statistics(build, cha
 
 @pytest.mark.parametrize(("build", "channels"), [(LeNet, 1), (ResNet8, 3), (small.ConvNet, 3)])
 def test_every_tensor_is_aligned_to_16_bytes(build, channels, monkeypatch):
-    """A BatchNorm behind a bias of odd length made CUDA fail with "misaligned address".
+    """A BatchNorm after a bias of odd length made CUDA fail with "misaligned address".
 
-    In bfloat16 too, of two bytes an entry: 16 bytes are eight entries, which are 32 bytes in float32.
+    In bfloat16 an entry has two bytes, so 16 bytes are eight entries, which are 32 bytes in float32.
     """
     net = Net(build, (channels, 12, 12), 7, 0.3)
     weights, statistics = net.parts(net.initial(0))
@@ -180,7 +180,7 @@ def test_every_tensor_is_aligned_to_16_bytes(build, channels, monkeypatch):
 
 
 def test_the_padding_stays_zero_in_training():
-    """Nothing reads it, so that its gradient is zero, and with it the momentum and the decay."""
+    """Nothing reads it, so its gradient, momentum and decay are zero."""
     data = small.dataset()
     net = Net(small.ConvNet, (1, 12, 12), 7, 0.9)  # 7 planes
     marked = net.flatten(module_of(net)) != 0
@@ -195,7 +195,7 @@ def test_the_padding_stays_zero_in_training():
 @BUILDS
 @pytest.mark.parametrize("training", [False, True])
 def test_f_of_x_and_w_is_the_plain_module(build, channels, training):
-    """Logits, and in training the running statistics after the batch; evaluation leaves them alone."""
+    """Logits, and in training the running statistics; evaluation does not change them."""
     net = made(build, channels)
     module = module_of(net).train(training)
     weights, statistics = (part.clone() for part in net.parts(net.flatten(module)))
@@ -265,7 +265,7 @@ def test_initial_vectors_depend_on_seed_and_slot_alone(build, channels, global_r
 
 
 def test_initial_vectors_are_the_same_in_threads():
-    """Runs side by side make theirs at the same time."""
+    """Parallel runs initialise at the same time."""
     net = made(LeNet, 1)
     expected = [net.initial(seed) for seed in range(4)]
     found = side_by_side(lambda i: net.initial(i % 4), range(400), 4)
@@ -283,7 +283,7 @@ def test_initial_vectors_are_the_modules_own_initialisation():
     assert statistics.tolist() == [0.0] * 8 + [1.0] * 8
 
 
-# Own networks
+# Custom networks
 
 
 def test_an_integer_buffer_is_a_constant_that_does_not_travel():
@@ -296,7 +296,7 @@ def test_an_integer_buffer_is_a_constant_that_does_not_travel():
     torch.testing.assert_close(net.logits(w, x), x.flatten(1).flip(1) @ kernel.T + bias)
 
 
-def test_a_network_that_fails_on_the_images_is_told_so():
+def test_a_network_that_does_not_fit_the_images_is_a_user_error():
     with pytest.raises(UserError, match=r"must return logits of shape \(B, 4\), got \(2, 9\)"):
         check_image(
             Net(lambda shape, classes, width: nn.Sequential(nn.Flatten(), nn.Linear(9, 9)), (1, 3, 3), 4)
@@ -308,8 +308,8 @@ def test_a_network_that_fails_on_the_images_is_told_so():
     check_image(made(small.ConvNet, 1))
 
 
-def test_a_network_says_its_clip():
-    """Ruling 9: 1 for LeNet, 5 for ResNet-8 and for a network that does not say."""
+def test_the_clip_of_networks():
+    """Ruling 9: 1 for LeNet, 5 for ResNet-8 and for a network without a value."""
     clips = [Net(build, (1, 12, 12), 4, 0.25).clip for build in (*NETS.values(), small.ConvNet)]
     assert clips == [1.0, 5.0, 5.0]
 
@@ -332,11 +332,11 @@ def test_max_pool_is_pytorchs(height, width, layout):
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
-        *((12, 12, 1000), (28, 28, 1000), (32, 32, 1000)),  # as many as ever: bits may depend on it
+        *((12, 12, 1000), (28, 28, 1000), (32, 32, 1000)),  # must not change: bits may depend on it
         *((64, 64, 250), (224, 224, 20), (16, 128, 500), (2000, 2000, 1)),
     ],
 )
-def test_of_large_images_fewer_pass_at_once(height, width, expected):
+def test_large_images_go_in_smaller_passes(height, width, expected):
     for channels in (1, 3):
         images = torch.zeros(1, 1, 1, channels, dtype=torch.uint8).expand(5, height, width, channels)
         assert images_a_pass(images) == expected
@@ -345,7 +345,7 @@ def test_of_large_images_fewer_pass_at_once(height, width, expected):
 @pytest.mark.parametrize(("height", "width"), [(6, 6), (7, 5), (1, 2)])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_a_shortcut_is_a_convolution_with_a_stride(height, width, stride):
-    """Weights of one go into the other; values and gradients are the same."""
+    """With the same weights, values and gradients are equal."""
     shortcut, plain = Shortcut(3, 4, stride), nn.Conv2d(3, 4, 1, stride, bias=False)
     plain.load_state_dict(shortcut.state_dict())
     x = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0), requires_grad=True)

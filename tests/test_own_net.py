@@ -1,4 +1,4 @@
-"""A network of one's own, named by its import path."""
+"""A custom network, named by its import path."""
 
 import pytest
 import small
@@ -30,7 +30,7 @@ NET = """
 """
 
 
-def test_a_network_of_ones_own_is_built(module, images):
+def test_a_custom_network_is_built(module, images):
     module("own_net", NET.format(extra=""))
     words = {**small.SETTINGS, "data": str(images), "net": "own_net:Flat"}
     dataset, _, method = built(resolve(request("paper", words)))
@@ -49,7 +49,7 @@ def test_a_network_of_ones_own_is_built(module, images):
         ("builtins:print", "builtins:print"),
     ],
 )
-def test_a_wrong_network_says_what_is_wrong(name, message, module, images):
+def test_errors_of_custom_networks(name, message, module, images):
     module("own_bad_net", NET.format(extra=" + 1"))
     with pytest.raises(UserError, match=message):
         built(resolve(request("paper", {**small.SETTINGS, "data": str(images), "net": name})))

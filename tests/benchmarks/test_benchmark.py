@@ -1,4 +1,4 @@
-"""The benchmark: its plain loop does what ours does, its counts and figures are those by hand. No times."""
+"""The benchmark: the plain loop computes the same as ours; counts and figures equal those by hand."""
 
 import ast
 import dataclasses
@@ -78,10 +78,10 @@ TINY = Size(
 )
 
 
-# The plain loop does what ours does
+# The plain loop computes the same
 
 SETTINGS = {"batch": 8, "epochs": 3, "lr": 0.05, "momentum": 0.9, "clip": 0.5}  # which gradients exceed
-OWN = {  # what each adds to its loss is to be seen
+OWN = {  # makes each term of a loss visible
     "fedprox": {"mu": 0.3},
     "mixmatch": {"rounds": 20, "weight": 10.0},
     "fixmatch": {"weight": 0.7},
@@ -123,7 +123,7 @@ STARTS = {  # the networks, in the order in which the counterpart builds them
     ("local", "labelled"): ("w",),
 }
 LABELLED, UNLABELLED = {"labelled": range(8)}, {"unlabelled": range(20, 36)}
-CONFIDENCE = {LeNet: 0.8, small.ConvNet: 0.3}  # of which each is sure for some of the images
+CONFIDENCE = {LeNet: 0.8, small.ConvNet: 0.3}  # each is confident on some images
 T = 10  # a round in which FedMatch has helpers
 
 
@@ -163,7 +163,7 @@ def test_three_steps_of_the_plain_loop_are_three_of_ours(name, phase, build):
 
 
 def job_of(method, phase):
-    """Our job of a phase, on a client of a kind that has it, and what that client keeps."""
+    """Our job of a phase on a client that has it, and the arrays that the client keeps."""
     for rows in (LABELLED | UNLABELLED, LABELLED, UNLABELLED):
         site = small.site(**rows)
         planned = visit(method, site, method.message(state_of(method), site.client, T), None, T, 1)
@@ -174,7 +174,7 @@ def job_of(method, phase):
 
 
 def state_of(method):
-    """The initial state; of FedMatch with two clients that can help."""
+    """The initial state; for FedMatch with two helpers."""
     state = method.initial(0)
     if "psi" not in state:
         return state
@@ -186,9 +186,9 @@ def state_of(method):
 
 
 def networks_of(method, job, kept):
-    """Every network of `STARTS` that a job knows, and the vector that it starts from.
+    """The networks of `STARTS` that a job knows, and their start vectors.
 
-    The model that trains is another than the one received, as in the middle of a round.
+    The trained model differs from the received one, as in the middle of a round.
     """
     starts = job.message | kept
     if "w" in starts:
@@ -215,9 +215,9 @@ def loaded(net, vector):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_of_the_plain_loop_take_as_many_flops_as_ours(name):
-    """Exactly: convolutions and matrix products alone are counted, and nothing of them may differ.
+    """Exactly equal; only convolutions and matrix products are counted.
 
-    On the batches that are measured, so their sizes and numbers are those of the method's streams.
+    On the measured batches, so their sizes and numbers are those of the method's streams.
     """
     method = METHODS[name](net=small.net(LeNet), batch=4, epochs=1, **OWN.get(name, {}))
     ours = flops_of_step(method, small.simulator())
@@ -243,7 +243,7 @@ def plain_loop(device=small.CPU):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", METHODS)
 def test_no_step_of_the_plain_loop_waits_for_the_gpu(name):
-    """Nor does drawing its batches, over the end of an epoch."""
+    """Nor does drawing its batches, across the end of an epoch."""
     device = torch.device("cuda", torch.cuda.current_device())
     method = METHODS[name](net=small.net(LeNet), batch=4, epochs=1, **OWN.get(name, {}))
     for phase in phases(method, T):
@@ -258,7 +258,7 @@ def test_no_step_of_the_plain_loop_waits_for_the_gpu(name):
 
 
 def test_every_phase_of_every_method_has_its_plain_loop():
-    """A method of the user's own has none, nor has a phase that ours do not know."""
+    """A custom method has none, nor has an unknown phase."""
     assert COUNTERPARTS.keys() == METHODS.keys()
     assert {(name, phase) for name, each in COUNTERPARTS.items() for phase in each} == STARTS.keys()
     method = FedAvg(small.net())
@@ -269,7 +269,7 @@ def test_every_phase_of_every_method_has_its_plain_loop():
     assert plain_loop().seconds("fedavg", method, tf32=False).keys() == {"labelled"}
 
 
-def test_the_plain_loop_knows_networks_and_losses_alone():
+def test_the_plain_loop_uses_only_networks_and_losses():
     tree = ast.parse((ROOT / "benchmarks" / "plain.py").read_text("utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {name for name in modules if name.startswith("fedhassle")}
@@ -278,7 +278,7 @@ def test_the_plain_loop_knows_networks_and_losses_alone():
 
 @pytest.mark.parametrize(("crop", "flip"), [(0, False), (0, True), (2, False), (2, True)])
 def test_plain_batches_are_windows_of_the_images(crop, flip):
-    """Each is one of the (2·crop + 1)² windows of its image reflected at the borders, or its mirror image."""
+    """Each is one of the (2·crop + 1)² windows of its reflected image, or its mirror image."""
     data = small.dataset(channels=3)
     images = images_on(small.CPU, data.x_train, data.y_train, data.mean, data.std, flip, crop)
     rows = torch.arange(30) * 3
@@ -302,7 +302,7 @@ def test_plain_batches_are_windows_of_the_images(crop, flip):
 
 
 def test_plain_strong_views_are_altered_and_cut(global_randomness):
-    """Of pixels that the operations leave whole numbers; each has a grey square of at least 3 × 3 of them."""
+    """Pixels stay whole numbers; each view has a grey square of at least 3 × 3."""
     data = small.dataset()
     images = images_on(small.CPU, data.x_train, data.y_train, data.mean, data.std, False, 0)
     draws = torch.Generator().manual_seed(0)
@@ -333,7 +333,7 @@ def test_a_plain_epoch_shows_every_sample_in_full_batches(global_randomness):
 
 
 def resnet8_by_hand(planes, side=32):
-    """Multiply-adds times two of one image's forward pass; of the stem alone."""
+    """FLOPs of one image's forward pass, and of the stem alone."""
     stem = 2 * side**2 * planes[0] * 3 * 9
     work, inputs = stem, planes[0]
     for plane, stride in zip(planes, (1, 2, 2), strict=True):
@@ -345,7 +345,7 @@ def resnet8_by_hand(planes, side=32):
 
 
 def test_flops_of_resnet8_are_those_by_hand():
-    """Backward is twice forward, less the gradient of the images; frozen duals go forward alone."""
+    """Backward is twice forward, without the gradient of the images; frozen duals only run forward."""
     forward, stem = resnet8_by_hand((64, 128, 256))
     compact, compact_stem = resnet8_by_hand((16, 32, 64))
     assert forward == pytest.approx(0.39e9, rel=0.01)
@@ -379,8 +379,8 @@ def test_steps_of_a_round_and_of_an_average_one():
         assert sum(done.steps.values()) == sum(by_client[client.name] for client in drawn)
 
 
-def test_rounds_that_record_are_told_apart():
-    """On lanes, which a CPU has too: the first rounds record, and once all is recorded no round does."""
+def test_rounds_that_record_are_counted():
+    """On lanes of a CPU: the first rounds record, later ones do not."""
     simulator = small.simulator()
     simulator.lanes = Lanes(small.ENGINE._replace(lanes=2))
     first, rounds = time_rounds(small.hassle(), simulator, Plan(2, 6), 6)
@@ -480,7 +480,7 @@ def test_numbers_have_three_digits(value, shown):
     assert number(value) == shown
 
 
-# The whole
+# The whole benchmark
 
 
 def numbers(value):
@@ -525,7 +525,7 @@ def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
         assert word in shown
 
 
-def test_rounds_of_the_options_come_first_and_scaling_can_be_left_out():
+def test_the_options_rounds_and_scaling():
     options = Options(methods=("fedavg",), device="cpu", threads=2, rounds=1, scaling=False)
     report = run(options, Console(file=io.StringIO()), TINY)
     assert report["methods"].keys() == {"fedavg"} and report["scaling"] == {}
@@ -541,12 +541,12 @@ def test_rounds_of_the_options_come_first_and_scaling_can_be_left_out():
         ({"device": "tpu"}, "device must be cpu or cuda"),
     ],
 )
-def test_what_cannot_be_measured_is_said(options, message):
+def test_errors_of_options(options, message):
     with pytest.raises(UserError, match=message):
         run(Options(**{"device": "cpu", "threads": 1, **options}), Console(file=io.StringIO()), TINY)
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+def test_an_unwritable_file_is_an_error_before_measuring(tmp_path):
     (tmp_path / "afile").touch()
     console = Console(file=io.StringIO())
     with pytest.raises(UserError, match=r"speed\.json cannot be written"):
@@ -554,7 +554,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
     assert console.file.getvalue() == ""
 
 
-def test_a_wrong_name_costs_no_earlier_report(tmp_path):
+def test_a_wrong_name_does_not_overwrite_an_earlier_report(tmp_path):
     path = tmp_path / "speed.json"
     path.write_text("earlier")
     for wrong in ({"methods": ("hasle",)}, {"net": "vgg"}):
@@ -563,7 +563,7 @@ def test_a_wrong_name_costs_no_earlier_report(tmp_path):
     assert path.read_text() == "earlier"
 
 
-def test_a_method_is_summed_up_by_how_fast_it_is():
+def test_the_line_of_a_method():
     plain = {"fp32": {"ratio": {"median": 12.25}}, "tf32": {"ratio": {"median": 9.5}}}
     assert summed_up("hassle", {"seconds": {"median": 1.98}, "plain": plain}) == (
         "hassle: 1.98 s per round, 12.25 times as fast as plain fp32, 9.50 times as fast as plain tf32"
@@ -580,7 +580,7 @@ def test_the_paper_is_measured_on_a_gpu_and_less_on_a_cpu():
     assert CPU.images < GPU.images and dataclasses.asdict(CPU).keys() == dataclasses.asdict(GPU).keys()
 
 
-def test_warnings_of_the_engine_are_shown_and_kept():
+def test_warnings_of_the_engine_are_printed_and_stored():
     console = Console(file=io.StringIO(), width=200)
     with warnings_to(console) as said:
         fedhassle.engine.gpu.lanes.log.warning("phase %r runs eagerly [here]", "labelled")

@@ -24,10 +24,10 @@ from fedhassle.randomness import generator
 @pytest.mark.parametrize(("build", "clip"), [(LeNet, 0.1), (small.ConvNet, 0.0), (small.ConvNet, 0.3)])
 @pytest.mark.parametrize("n", [20, 16, 5, 1])
 def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n):
-    """The same batches and flips to `nn.Module`, `clip_grad_norm_` and `torch.optim.SGD`; BatchNorm as well.
+    """Compares with `nn.Module`, `clip_grad_norm_` and `torch.optim.SGD` on the same batches, with BatchNorm.
 
-    n = 20, 16, 5 and 1 with a batch of 8: an epoch of 3, 2, 1 and 1 steps. A client with fewer samples than
-    a batch sees each of them several times in it.
+    n = 20, 16, 5 and 1 with a batch of 8: an epoch of 3, 2, 1 and 1 steps. In a batch
+    larger than the client, samples repeat.
     """
     data = small.dataset(flip=True)
     net = small.net(build)
@@ -88,7 +88,7 @@ def test_odd_clients_train_to_finite_models(labelled, unlabelled):
 
 
 @pytest.mark.parametrize(("small_is", "passes"), [(144, [6, 1]), (72, [3, 3, 1])])
-def test_labels_are_given_in_passes_of_few_large_images(small_is, passes, monkeypatch):
+def test_pseudo_labels_are_computed_in_small_passes_for_large_images(small_is, passes, monkeypatch):
     monkeypatch.setitem(IMAGES_A_PASS, "cpu", 6)
     monkeypatch.setattr("fedhassle.nets.SMALL", small_is)  # images here have 144 pixels
     seen = []
@@ -156,7 +156,7 @@ def test_training_leaves_global_randomness_and_its_inputs_alone(pseudo_labels, g
     assert torch.equal(site.samples.images, images)
 
 
-class QuietNet(small.NoisyNet):
+class WithoutDropout(small.NoisyNet):
     """The same network without dropout."""
 
     def __init__(self, shape, classes, width=1.0):
@@ -165,7 +165,7 @@ class QuietNet(small.NoisyNet):
 
 
 def test_dropout_in_an_own_network_is_reproducible(global_randomness):
-    """The masks too depend on (seed, round, client, phase) alone, whatever the global state is."""
+    """The masks depend on (seed, round, client, phase) alone, not on the global state."""
     method = FedAvg(small.net(small.NoisyNet), **QUICK)
     site = small.site(labelled=range(20))
     first = trained(method, site).arrays["w"]
@@ -173,9 +173,9 @@ def test_dropout_in_an_own_network_is_reproducible(global_randomness):
         torch.manual_seed(12345)
         assert torch.equal(trained(method, site).arrays["w"], first)
     assert not torch.equal(trained(method, site, seed=1).arrays["w"], first)
-    quiet = FedAvg(small.net(QuietNet), **QUICK)
-    assert torch.equal(quiet.initial(0)["w"], method.initial(0)["w"])
-    assert not torch.equal(trained(quiet, site).arrays["w"], first)  # so there was dropout
+    plain = FedAvg(small.net(WithoutDropout), **QUICK)
+    assert torch.equal(plain.initial(0)["w"], method.initial(0)["w"])
+    assert not torch.equal(trained(plain, site).arrays["w"], first)  # so there was dropout
 
 
 def test_settings_of_a_method_are_frozen():

@@ -1,4 +1,4 @@
-"""Methods whose clients keep something, and steps that write in place."""
+"""Methods whose clients keep arrays between rounds, and steps that write in place."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def tutored_by_hand(data, rows_l, rows_u, w, teacher, s, key, eta):
 
 
 def test_a_method_with_memory_draws_and_two_streams_is_a_plain_loop():
-    """Two rounds: the teacher and its steps go on where they were, the student starts from what is sent."""
+    """Two rounds: the teacher and its steps continue, the student starts from the message."""
     data, side = small.dataset(side=3), 9
     net = small.net(small.Linear, side=3)
     method = Tutored(net, epochs=2, lr=0.01, clip=0)
@@ -70,7 +70,7 @@ def test_a_method_with_memory_draws_and_two_streams_is_a_plain_loop():
 
 
 def test_a_teacher_is_in_evaluation_mode_and_follows_with_its_statistics():
-    """One step, s = 0: teacher = (start + student)/2, statistics too, which its own passes do not move."""
+    """One step, s = 0: teacher = (start + student)/2, with statistics, which its own passes do not change."""
     method = Tutored(small.net(), epochs=1)
     site = small.site(labelled=range(6), unlabelled=range(20, 27))
     message = method.initial(0)
@@ -81,7 +81,7 @@ def test_a_teacher_is_in_evaluation_mode_and_follows_with_its_statistics():
     assert (student - start)[statistics:].abs().max() > 0.01
 
 
-def test_a_stream_that_asks_for_no_labels_has_none():
+def test_a_stream_without_labels_has_none():
     site = small.site(labelled=range(6), unlabelled=range(20, 27))
     (job,) = visit(Tutored(small.net(), epochs=2), site, {"w": small.net().initial(0)}, None, 1, 0).jobs
     labelled, unlabelled = draw(job).feeds
@@ -90,11 +90,11 @@ def test_a_stream_that_asks_for_no_labels_has_none():
     assert torch.equal(labelled.y, labelled.truth) and (labelled.y >= 0).all()
 
 
-# What lanes rely on
+# Requirements of lanes
 
 
 def places(buffers):
-    """The addresses of all that a step writes."""
+    """Addresses of the tensors that a step writes."""
     written = (buffers.weights, buffers.statistics, buffers.momentum, buffers.losses)
     return [tensor.data_ptr() for arrays in written for tensor in arrays.values()] + [
         buffers.labelling.data_ptr()
@@ -135,8 +135,8 @@ def test_memory_is_written_in_place_too():
 
 
 @pytest.mark.parametrize("cuts", [(0, 3, 4), (0, 1, 2, 3, 4)])
-def test_steps_made_at_once_are_those_made_one_by_one(cuts):
-    """What streams show to several steps is made at once: the same bits, whatever the cuts."""
+def test_steps_in_one_call_equal_steps_one_by_one(cuts):
+    """Batches of several steps are computed at once, with the same bits for any grouping."""
     method = Tutored(small.net(), epochs=2)
     site = small.site(small.dataset(flip=True, crop=2), labelled=range(10), unlabelled=range(20, 27))
     message = method.initial(0)

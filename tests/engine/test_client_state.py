@@ -1,4 +1,4 @@
-"""What clients keep between rounds: files of those that have trained, and of the rounds that are needed."""
+"""State of clients between rounds: one file for each client and round that is still needed."""
 
 import errno
 import gc
@@ -36,13 +36,13 @@ def value(number):
 
 
 def at(memory, client, t):
-    """The number that a client kept before round t."""
+    """The number that a client saved last before round t."""
     found = memory.load(client, t, CPU)
     return None if found is None else found["m"].item()
 
 
 def versions(memory, client):
-    """The rounds of a client's files, as their names have them."""
+    """The rounds in the names of a client's files."""
     paths = (memory.folder / hashlib.sha256(client.encode()).hexdigest()[:32]).glob("*")
     return sorted(int(path.name[len("round-") : -len(".safetensors")]) for path in paths)
 
@@ -55,7 +55,7 @@ def memory(tmp_path):
 # Versions
 
 
-def test_a_client_finds_what_it_kept_last_before_a_round(memory):
+def test_loading_returns_the_last_state_before_a_round(memory):
     memory.rewind(9)  # a checkpoint of round 9: nothing up to it may go
     for t in (2, 5, 9):
         memory.save("ann", t, value(t))
@@ -71,8 +71,8 @@ def test_arrays_come_back_bit_for_bit(memory):
     assert same(found, kept) and torch.signbit(found["a/b"][1]) and found["n"].dtype == torch.int64
 
 
-def test_what_a_client_had_since_the_last_checkpoint_goes_when_it_keeps_more(memory):
-    """Checkpoint after round 4: of rounds 3 to 8 the run may need 3 (to go back) and 8 (to go on)."""
+def test_saving_removes_older_state_since_the_last_checkpoint(memory):
+    """Checkpoint after round 4: the run may need round 3 (to go back) and round 8 (to continue)."""
     memory.save("ann", 3, value(3))
     memory.prune([4])
     for t in (5, 6, 8):
@@ -98,7 +98,7 @@ def test_without_checkpoints_one_file_is_left(memory):
         ([7, 8], [6, 9]),
     ],
 )
-def test_pruning_leaves_the_last_file_of_each_round_to_go_back_to_and_the_newest(rounds, left, memory):
+def test_pruning_keeps_the_state_at_each_checkpoint_and_the_newest(rounds, left, memory):
     memory.rewind(9)
     for t in (1, 3, 6, 9):
         memory.save("ann", t, value(t))
@@ -108,8 +108,8 @@ def test_pruning_leaves_the_last_file_of_each_round_to_go_back_to_and_the_newest
     assert versions(memory, "bob") == [2]
 
 
-def test_pruning_looks_at_clients_with_several_files_alone(memory, monkeypatch):
-    """Both have a file before the checkpoint of round 2, ann has one after it; then nobody has two."""
+def test_pruning_scans_only_clients_with_several_files(memory, monkeypatch):
+    """Both have a file before the checkpoint of round 2, ann also one after it; later nobody has two."""
     memory.rewind(2)
     for client, t in (("ann", 1), ("bob", 1), ("ann", 3)):
         memory.save(client, t, value(t))
@@ -130,7 +130,7 @@ def test_pruning_looks_at_clients_with_several_files_alone(memory, monkeypatch):
 @pytest.mark.parametrize(
     ("t", "left"), [(0, []), (1, [1]), (2, [1]), (3, [1, 3]), (8, [1, 3, 6]), (99, [1, 3, 6, 9])]
 )
-def test_rewinding_forgets_what_was_kept_later(t, left, memory):
+def test_rewinding_removes_later_state(t, left, memory):
     memory.rewind(9)
     for n in (1, 3, 6, 9):
         memory.save("ann", n, value(n))
@@ -140,7 +140,7 @@ def test_rewinding_forgets_what_was_kept_later(t, left, memory):
     assert again.folder.exists() == bool(left)  # nothing empty stays
 
 
-def test_rewinding_sweeps_what_was_half_written_and_nothing_of_others(memory):
+def test_rewinding_removes_unfinished_files_but_not_foreign_ones(memory):
     memory.save("ann", 1, value(1))
     (home,) = memory.folder.iterdir()
     (home / ".writing-abc.safetensors").write_bytes(b"half")
@@ -151,8 +151,8 @@ def test_rewinding_sweeps_what_was_half_written_and_nothing_of_others(memory):
     assert (memory.folder / "notes.txt").exists()
 
 
-def test_a_run_that_begins_again_keeps_its_own(memory):
-    """Round 1 of the second run is before rounds 1 to 5 of the first, which are forgotten."""
+def test_a_run_that_starts_over_does_not_see_its_earlier_state(memory):
+    """The second run starts at round 1, so rounds 1 to 5 of the first are removed."""
     for t in range(1, 6):
         memory.save("ann", t, value(t))
     memory.rewind(0)
@@ -162,8 +162,8 @@ def test_a_run_that_begins_again_keeps_its_own(memory):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_course_of_a_run_finds_what_it_would_have_kept(seed, tmp_path):
-    """Against a list of all that was ever kept: training, checkpoints, crashes, damaged checkpoints."""
+def test_random_histories_of_a_run_find_the_right_state(seed, tmp_path):
+    """Training, checkpoints, crashes and damaged checkpoints, compared with a full history."""
     rng, clients = random.Random(seed), ["ann", "bob", "cat", "dan"]
     memory, history, checkpoints, t, number = ClientState(tmp_path), {c: {} for c in clients}, [], 0, 0
     memory.rewind(0)
@@ -200,7 +200,7 @@ def test_any_course_of_a_run_finds_what_it_would_have_kept(seed, tmp_path):
 
 
 def test_clients_may_be_called_anything(memory):
-    """Of each only its own is found, and all that is written lies in the store's folder."""
+    """Each client finds its own state, and all files are inside the store's folder."""
     names = [
         "",
         ".",
@@ -241,7 +241,7 @@ def flipped(content):
     "damage", [flipped, lambda content: content[:-3], lambda content: b"", lambda content: b"something else"]
 )
 def test_a_damaged_file_is_an_error_that_names_it(damage, memory):
-    """The one before it would change the results without a word."""
+    """Using the file before it would silently change the results."""
     memory.rewind(9)
     for t in (2, 4):
         memory.save("ann", t, value(t))
@@ -255,8 +255,8 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, memory):
     assert at(memory, "ann", 4) == 2
 
 
-def test_of_a_file_that_cannot_be_read_no_checkpoint_is_to_be_removed(memory, monkeypatch):
-    """It may be sound, and readable in a moment."""
+def test_an_unreadable_file_does_not_advise_to_remove_checkpoints(memory, monkeypatch):
+    """It may be intact and readable later."""
     memory.save("ann", 4, value(4))
 
     def fails(*args, **options):
@@ -296,7 +296,7 @@ def test_a_store_without_a_folder_leaves_nothing_behind(tmp_path, monkeypatch, r
 
 @dataclass(frozen=True)
 class Pulled(FedAvg):
-    """FedAvg whose clients are pulled towards the mean of what they were in earlier rounds."""
+    """FedAvg whose clients are pulled towards the mean of their earlier models."""
 
     def networks(self):
         return {**super().networks(), "mean": self.net}
@@ -320,7 +320,7 @@ PULLED = Pulled(NET, batch=8, epochs=1)
 
 
 def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, per_round=3):
-    """A run in a folder, begun or gone on with, step by step."""
+    """A new or resumed run in a folder, step by step."""
     federation = Simulator(data, split, 0, ENGINE, 1, ClientState(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
     start = begin(Folder(folder), method, plan.seed, CPU)
@@ -334,13 +334,13 @@ def last_of(folder):
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory):
-    """The folder of a run that was never cut."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("pulled")
     assert [step.t for step in run(folder)] == list(range(1, 9))
     return folder
 
 
-def assert_as_never_cut(folder, whole):
+def assert_as_uninterrupted(folder, whole):
     assert same(last_of(folder).state, last_of(whole).state)
     mine, other = kept_by(folder), kept_by(whole)
     assert mine.keys() == other.keys() and all(same(mine[k], other[k]) for k in mine)
@@ -349,8 +349,8 @@ def assert_as_never_cut(folder, whole):
     }
 
 
-def test_what_is_kept_matters(pulled, tmp_path):
-    """Else the tests below would see nothing: without what they kept, clients end elsewhere."""
+def test_the_kept_state_matters(pulled, tmp_path):
+    """Without their state clients end with other weights; otherwise the tests below would prove nothing."""
     steps = run(tmp_path)
     for _ in range(4):
         next(steps)
@@ -362,8 +362,8 @@ def test_what_is_kept_matters(pulled, tmp_path):
 
 
 @pytest.mark.parametrize("rounds", range(9))
-def test_a_run_cut_between_what_is_kept_and_the_checkpoint_ends_in_the_same_bits(rounds, pulled, tmp_path):
-    """Odd rounds have no checkpoint. What they kept is spoilt: nobody may read it."""
+def test_a_run_interrupted_between_checkpoints_ends_in_the_same_bits(rounds, pulled, tmp_path):
+    """Odd rounds have no checkpoint. Their state is overwritten with garbage, which nothing may read."""
     steps = run(tmp_path)
     for _ in range(rounds):
         next(steps)
@@ -372,12 +372,12 @@ def test_a_run_cut_between_what_is_kept_and_the_checkpoint_ends_in_the_same_bits
         if t > rounds // 2 * 2:
             ClientState(tmp_path / "memory").save(client, t, {"spoilt": torch.zeros(1)})
     list(run(tmp_path))
-    assert_as_never_cut(tmp_path, pulled)
+    assert_as_uninterrupted(tmp_path, pulled)
 
 
 @pytest.mark.parametrize("saves", [1, 2, 5, 9, 14])
 def test_a_run_that_dies_among_its_clients_ends_in_the_same_bits(saves, pulled, tmp_path, monkeypatch):
-    """Some clients of a round have kept something, the others have not; then half a file is left too."""
+    """Only some clients of a round have saved their state, and an unfinished file is left."""
     count, save = iter(range(1, 100)), ClientState.save
 
     def dying(self, client, t, arrays):
@@ -393,7 +393,7 @@ def test_a_run_that_dies_among_its_clients_ends_in_the_same_bits(saves, pulled, 
         with pytest.raises(KeyboardInterrupt):
             list(run(tmp_path))
     list(run(tmp_path))
-    assert_as_never_cut(tmp_path, pulled)
+    assert_as_uninterrupted(tmp_path, pulled)
 
 
 @pytest.mark.parametrize("rounds", [4, 5, 6])
@@ -405,11 +405,11 @@ def test_a_run_goes_back_with_its_clients_when_its_checkpoint_is_damaged(rounds,
     newest = small.checkpoints(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:-5])
     list(run(tmp_path))
-    assert_as_never_cut(tmp_path, pulled)
+    assert_as_uninterrupted(tmp_path, pulled)
 
 
-def test_the_way_out_of_a_damaged_file_is_the_one_in_its_message(pulled, tmp_path):
-    """Remove the checkpoints of its round and later: the round is done again."""
+def test_the_advice_about_a_damaged_file_works(pulled, tmp_path):
+    """Removing the checkpoints of its round and later repeats the round."""
     steps = run(tmp_path)
     for _ in range(6):
         next(steps)
@@ -425,12 +425,12 @@ def test_the_way_out_of_a_damaged_file_is_the_one_in_its_message(pulled, tmp_pat
         if int(path.stem[-6:]) >= damaged:
             path.unlink()
     list(run(tmp_path))
-    assert_as_never_cut(tmp_path, pulled)
+    assert_as_uninterrupted(tmp_path, pulled)
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
-def test_the_files_are_those_that_are_needed_after_every_round(every, tmp_path):
-    """Of each client what it kept last, and what it had kept by each of the last two checkpoints."""
+def test_after_every_round_only_the_needed_files_exist(every, tmp_path):
+    """Per client: its newest state, and its state at each of the last two checkpoints."""
     trained, checkpoints, sizes = {}, [], set()
     for step in run(tmp_path, rounds=12, every=every):
         for client in step.clients:
@@ -451,8 +451,8 @@ def test_the_files_are_those_that_are_needed_after_every_round(every, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_where_nothing_is_kept_there_is_no_folder(name, tmp_path):
-    """RSCFed's unlabelled clients keep a teacher; of FedMatch's it is known what each holds."""
+def test_methods_without_client_state_create_no_folder(name, tmp_path):
+    """RSCFed's unlabelled clients keep a teacher; FedMatch stores the arrays that clients hold."""
     short = {"residual_steps": 1} if name == "hassle" else {}
     method = METHODS[name](net=NET, batch=8, epochs=1, **short)
     list(run(tmp_path, rounds=2, method=method, per_round=6))
@@ -462,7 +462,7 @@ def test_where_nothing_is_kept_there_is_no_folder(name, tmp_path):
 
 @dataclass(frozen=True)
 class Poisoned(Pulled):
-    """In its second round what a client keeps is not finite, though its update is."""
+    """In its second round the state of a client is not finite, but its update is."""
 
     def follow(self, local, received):
         kept = super().follow(local, received)
@@ -470,7 +470,7 @@ class Poisoned(Pulled):
 
 
 def test_a_client_whose_memory_is_not_finite_keeps_what_it_had():
-    """One step a round for client 2 (6 labels of batches of 8): 1, then infinity, so 1 again."""
+    """One step per round for client 2 (6 labels, batches of 8): 1, then infinity, so 1 again."""
     federation = small.simulator(DATA, only={"client 2"})
     method = Poisoned(NET, batch=8, epochs=1)
     for done in federate(method, federation, Plan(3, 1), method.initial(0)):
@@ -489,7 +489,7 @@ def test_groups_of_tensors_are_checked_together():
 
 
 def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path, monkeypatch):
-    """Files, looks at folders, and tensors: of those that were drawn alone."""
+    """Files, folder scans and tensors only grow with the clients that were drawn."""
     n, none = 10_000, np.arange(0)
     data = small.dataset(side=3, train=n)
     split = Split(tuple(np.arange(k, k + 1) for k in range(n)), (none,) * n)

@@ -1,4 +1,4 @@
-"""Clients side by side: faster, and the same bits."""
+"""Clients in parallel, with the same bits."""
 
 import threading
 
@@ -18,7 +18,7 @@ from fedhassle.settings.request import request
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_results_come_in_the_order_of_the_items(workers):
-    """Later items end first: each waits until the one after it is done, as far as there are workers."""
+    """Later items finish first: each even item waits for the next one."""
     done = [threading.Event() for _ in range(7)]
 
     def work(i):
@@ -30,11 +30,11 @@ def test_results_come_in_the_order_of_the_items(workers):
     assert side_by_side(work, range(7), workers) == [0, 1, 4, 9, 16, 25, 36]
 
 
-def test_each_piece_of_work_has_one_thread_of_torch():
+def test_each_call_has_one_torch_thread():
     assert side_by_side(lambda _: torch.get_num_threads(), range(4), 2) == [1] * 4
 
 
-def test_cores_are_given_back():
+def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), on_cores(before + 1):
         assert torch.get_num_threads() == before + 1
@@ -51,7 +51,7 @@ def test_a_run_leaves_the_callers_threads_as_they_were(words, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_one_raises_is_raised_and_the_rest_is_not_begun(workers):
+def test_an_error_is_raised_and_the_rest_does_not_start(workers):
     begun = []
 
     def work(i):
@@ -84,7 +84,7 @@ def test_the_number_of_workers_changes_no_bit(name):
             assert [r.update.client for r in mine.replies] == [r.update.client for r in theirs.replies]
 
 
-def test_a_network_that_draws_is_found_out():
+def test_networks_that_draw_are_detected():
     drawing = {build: small.net(build).draws for build in (LeNet, ResNet8, small.ConvNet, small.NoisyNet)}
     assert drawing == {LeNet: False, ResNet8: False, small.ConvNet: False, small.NoisyNet: True}
 
@@ -101,7 +101,7 @@ def test_a_network_that_draws_gives_the_same_with_many_workers(global_randomness
 
 
 def test_one_network_serves_many_threads_at_once():
-    """Each thread has weights of its own, in both modes: none sees those of another."""
+    """No thread sees the weights of another, in either mode."""
     net = small.net(small.ConvNet)
     x = torch.rand(64, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     vectors = [net.initial(seed) for seed in range(5)]

@@ -1,4 +1,4 @@
-"""How training runs on a device: PyTorch's switches, lowered precision, and the settings of the machine."""
+"""Training on a device: PyTorch's switches, lowered precision, and the settings of the machine."""
 
 import itertools
 
@@ -25,7 +25,7 @@ BF16 = Engine(CPU, "bf16")
 
 
 def switches():
-    """How PyTorch's libraries stand."""
+    """The state of PyTorch's backend switches."""
     return {
         "benchmark": CUDNN.benchmark,
         "deterministic": CUDNN.deterministic,
@@ -51,8 +51,8 @@ def as_before():
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_switches_are_as_training_wants_them_and_then_as_they_were(precision, deterministic):
-    """TF32 unless float32 is asked for; kernels are tuned by time unless the same bits are asked for."""
+def test_switches_are_set_for_training_and_restored(precision, deterministic):
+    """TF32 unless float32 is requested; kernels are autotuned unless runs must be deterministic."""
     engine = Engine(CPU, precision, deterministic=deterministic)
     for each in itertools.product([False, True], repeat=5):
         switch(*each)
@@ -61,7 +61,7 @@ def test_switches_are_as_training_wants_them_and_then_as_they_were(precision, de
         assert tuple(switches().values()) == each
         assert inside["benchmark"] is not deterministic and inside["deterministic"] is deterministic
         assert inside["convolutions in TF32"] is inside["products in TF32"] is (precision != "fp32")
-        assert inside["only deterministic"] is (deterministic or each[-1])  # a user's own wish stays
+        assert inside["only deterministic"] is (deterministic or each[-1])  # a user's own choice is kept
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -74,7 +74,7 @@ def test_switches_come_back_after_an_error(error):
         assert tuple(switches().values()) == each
 
 
-def test_a_user_who_wants_to_be_warned_only_is_warned_only():
+def test_warn_only_of_the_user_is_kept():
     torch.use_deterministic_algorithms(True, warn_only=True)
     with Engine(CPU).active():
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -136,7 +136,7 @@ def test_logits_in_bfloat16_are_close_and_of_single_precision(build, channels, w
 
 @NETWORKS
 def test_gradients_in_bfloat16_reach_every_weight_and_no_padding(build, channels, width):
-    """Seven classes, so that the last bias does not fill its room; close to those of float32 as a whole."""
+    """Seven classes, so that the last bias has padding; the whole gradient is close to that of float32."""
     net = Net(build, (channels, 12, 12), 7, width)
     vector = net.initial(0)
     weights, statistics = net.parts(vector)
@@ -171,8 +171,8 @@ def ones_of(net):
 @pytest.mark.parametrize(("size", "padding"), [(3, 1), (5, 2), (5, 0)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("planes", [6, 16])  # a padded convolution, a matrix product
-def test_a_stem_is_its_parent_but_for_rounding(channels, size, padding, bias, planes):
-    """Without autocast to the bit; with it within bfloat16's rounding of inputs, sums being exact.
+def test_a_stem_equals_its_parent_up_to_rounding(channels, size, padding, bias, planes):
+    """Without autocast equal bits; with it equal up to the rounding of bfloat16.
 
     Both round image, kernel and result to 8 bits: they may differ where a sum in another order falls to the
     other side of a tie, by 2⁻⁸ of the result.
@@ -223,7 +223,7 @@ def test_on_a_cpu_there_is_one_precision_and_nothing_is_compiled():
         ("deterministic=maybe", "deterministic: .*got 'maybe'"),
     ],
 )
-def test_a_wrong_setting_of_the_machine_says_what_is_wrong(word, message):
+def test_errors_of_machine_settings(word, message):
     with pytest.raises(UserError, match=message):
         resolved("device=cpu", word)
 
@@ -236,7 +236,7 @@ def test_a_gpu_takes_the_fastest_precision_that_it_has(supported, monkeypatch):
     assert resolved_precision("auto", "cpu") == resolved_precision("fp32", "cpu") == "fp32"
 
 
-def test_kernels_are_fused_where_the_run_is_long_enough():
+def test_long_runs_are_compiled():
     def fused(device, **settings):
         return resolved_compile(Settings(**settings), device)
 
@@ -249,7 +249,7 @@ def test_kernels_are_fused_where_the_run_is_long_enough():
         fused("cuda", rounds=long, compile=True, deterministic=True)
 
 
-def test_a_gpu_is_chosen_with_what_suits_it(monkeypatch):
+def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     settings = resolved("device=auto", f"rounds={COMPILED_ROUNDS}")
@@ -258,7 +258,7 @@ def test_a_gpu_is_chosen_with_what_suits_it(monkeypatch):
     assert build_engine(settings) == Engine(torch.device("cuda"), "fp32", 2, False, True)
 
 
-# A run that goes on elsewhere
+# Resuming on another device
 
 ELSEWHERE = {
     "device": "cuda",
@@ -272,7 +272,7 @@ ELSEWHERE = {
 
 
 def moved_to_a_gpu(folder):
-    """Makes the settings of a run those that it would have on a GPU."""
+    """Changes the settings of a run to those of a GPU."""
     assert set(ELSEWHERE) == set(MACHINE)
     settings = reopen(folder.parent, "cpu").settings.as_toml() | ELSEWHERE
     folder.write_text(tomli_w.dumps(settings))
@@ -286,7 +286,7 @@ def test_a_run_reopened_on_another_device_forgets_the_settings_of_the_first(word
     with pytest.raises(UserError, match="device=cuda: PyTorch finds no CUDA device"):
         reopen(tmp_path / "run")
     settings = reopen(tmp_path / "run", "cpu").settings
-    expected = resolved("device=cpu", "lanes=3", "track=tensorboard")  # wishes that go with no device stay
+    expected = resolved("device=cpu", "lanes=3", "track=tensorboard")  # settings that fit any device stay
     assert {name: getattr(settings, name) for name in MACHINE} == {
         name: getattr(expected, name) for name in MACHINE
     }
@@ -302,15 +302,15 @@ def test_a_run_reopened_before_it_was_resolved_forgets_them_too(words, tmp_path)
 
 
 def test_a_run_reopened_on_its_own_device_keeps_its_settings(words, tmp_path):
-    """Else a run in float32, or with the same bits every time, would go on in another way."""
+    """A run in float32, or a deterministic one, continues the same way."""
     folder = claim(
         request(None, [*words, "threads=3", "lanes=2", "deterministic=true"]), tmp_path / "run"
     ).path
     assert reopen(folder, "cpu").settings == reopen(folder).settings
 
 
-def test_a_run_from_a_gpu_goes_on_on_a_cpu(eight_rounds, whole, tmp_path):
-    """All of it was on a CPU, so that the end is that of the uncut run; only its settings say otherwise."""
+def test_a_run_from_a_gpu_resumes_on_a_cpu(eight_rounds, whole, tmp_path):
+    """All rounds run on a CPU, so the result equals the uninterrupted run; only the settings name a GPU."""
     folder = tmp_path / "run"
     cut(eight_rounds, folder, 3)
     moved_to_a_gpu(folder / "config.toml")

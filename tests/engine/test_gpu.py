@@ -1,4 +1,4 @@
-"""The same on a GPU: run these where there is one (`pytest -m gpu`)."""
+"""Training on a GPU; run with `pytest -m gpu`."""
 
 import logging
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def begun(method):
 
 @EACH
 def test_a_step_on_the_gpu_is_that_of_the_cpu(name, build):
-    """One epoch of one batch, so that rounding has no time to grow; TF32 off, which rounds to 10 bits."""
+    """One epoch of one batch, so that rounding errors stay small; without TF32, which rounds to 10 bits."""
     method, results = made(name, build), []
     for device in (CPU, CUDA):
         with Engine(device).active():
@@ -62,7 +62,7 @@ def test_a_compiled_step_is_the_eager_one(name, build, caplog):
 
 
 def check_one_step(name, build, engine):
-    """Clients of each kind side by side."""
+    """Trains clients of each kind in parallel."""
     asked = list(second_round(made(name, build), CUDA))
     with engine.active():
         eagerly = [train(*one)[0] for one in asked]
@@ -95,7 +95,7 @@ def test_many_jobs_on_few_lanes_leave_nothing_behind(lanes):
 
 @dataclass(frozen=True)
 class Peeking(FedAvg):
-    """FedAvg whose loss looks at a number on the host, which no graph can hold."""
+    """FedAvg whose loss reads a value on the host, which cannot be captured."""
 
     def loss(self, local, received, batch):
         loss = super().loss(local, received, batch)
@@ -119,7 +119,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
 
 
 def test_running_out_of_memory_costs_lanes_and_no_round(caplog):
-    """All but a little of the memory is taken once the first lanes are open."""
+    """Memory runs out once, after the first lanes are open."""
     engine, method = Engine(CUDA, "fp32", lanes=4), made("hassle", ResNet8, steps=3)
     site = on(CUDA)
     message = method.message(begun(method), site.client, 1)
@@ -187,7 +187,7 @@ def test_a_run_in_bfloat16_learns_and_ends_in_a_model(tmp_path):
 
 
 def test_the_gpus_memory_does_not_grow_with_the_number_of_clients():
-    """100 of 200 and of 10,000 clients a round."""
+    """100 of 200 and of 10,000 clients per round."""
     taken = {}
     for total in (200, 10_000):
         rows = [np.arange(i % 100, i % 100 + 8) for i in range(total)]

@@ -1,4 +1,4 @@
-"""Lanes: whatever they do side by side, each client ends in the bits of training it alone, step by step."""
+"""Lanes: each client ends with the bits of training it alone, step by step."""
 
 import gc
 import itertools
@@ -43,7 +43,7 @@ START = {"w": LINEAR.initial(0)}
 
 
 def short(name):
-    """Settings of a round in a fraction of a second; 13 steps are a stretch and three more."""
+    """Settings of a quick round; 13 steps are a stretch and three more."""
     return {"batch": 8, "epochs": 2, **({"residual_steps": 13} if name == "hassle" else {})}
 
 
@@ -67,7 +67,7 @@ def test_a_client_on_a_lane_ends_in_the_same_bits(name, chosen, build, side, wid
     ("name", "independent"), [("fedavg", 4), ("fedprox", 4), ("hassle", 2 + 4 + 4 + 2 + 4)]
 )
 def test_any_number_of_lanes_gives_the_same_bits(name, independent, count, global_randomness):
-    """As many lanes as are asked for, unless there is less to do; others: `test_every_method`."""
+    """As many lanes as requested, or as there are chains; other methods are in `test_every_method`."""
     method, made = METHODS[name](net=small.net(), **short(name)), pool(count)
     state = assert_lanes_train_as_eagerly(made, method, clients())
     assert len(made.lanes) == min(count, independent)
@@ -75,7 +75,7 @@ def test_any_number_of_lanes_gives_the_same_bits(name, independent, count, globa
 
 
 def test_the_same_lanes_serve_rounds_of_other_clients_and_other_methods():
-    """One client alone, then all, then two: nothing is left over from what a lane did before."""
+    """One client, then all, then two: lanes carry nothing over."""
     made, sites = pool(2), clients()
     methods = [METHODS[name](net=small.net(), **short(name)) for name in ("hassle", "fedavg")]
     for method, some in itertools.product(methods, (sites[1:2], sites, sites[:2])):
@@ -84,14 +84,14 @@ def test_the_same_lanes_serve_rounds_of_other_clients_and_other_methods():
 
 
 def test_clients_with_images_and_views_of_their_own():
-    """Other tables of images, and other augmentations of the same ones: no recording mixes them up."""
+    """No recording mixes up other tables of images, or other augmentations."""
     tables = [small.dataset(seed=1), small.dataset(seed=2), small.dataset(flip=True), small.dataset(crop=3)]
     sites = [small.site(data, range(30), range(40, 80), f"{i}") for i, data in enumerate(tables)]
     assert_lanes_train_as_eagerly(pool(2), small.hassle(), sites)
 
 
-def test_what_came_back_is_not_written_to_later():
-    """The buffers of a lane are used again: an update must not lie in them."""
+def test_results_are_not_overwritten_later():
+    """A lane reuses its buffers, so an update must not share memory with them."""
     method, made, sites = small.hassle(), pool(1), clients()
     planned = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
     found = made.train(planned)
@@ -109,7 +109,7 @@ def test_what_came_back_is_not_written_to_later():
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("build", [small.ConvNet, small.Linear])
 def test_a_method_with_memory_draws_and_two_streams(build, count):
-    """Three rounds: what a client keeps goes on, on whichever lane it lands."""
+    """Three rounds: the state of a client continues on any lane."""
     data = small.dataset(flip=True, crop=2)
     sizes = [(10, 7), (35, 20), (3, 3), (60, 1)]  # 4, 12, 2 and 20 steps
     sites = small.beside(*(small.site(data, range(n), range(n, n + m), f"client {n}") for n, m in sizes))
@@ -119,7 +119,7 @@ def test_a_method_with_memory_draws_and_two_streams(build, count):
 
 @dataclass(frozen=True)
 class Chained(Method):
-    """a and b trained together, then b again on labels of its own, and c apart from both."""
+    """Trains a and b together, then b again on its own labels, and c independently."""
 
     def networks(self):
         return {"a": self.net, "b": self.net, "c": self.net}
@@ -200,7 +200,7 @@ def test_a_federation_on_lanes_is_that_on_cores():
 
 
 def test_a_network_that_draws_by_itself_trains_alone(caplog, global_randomness):
-    """Its masks come from a state that all lanes would share; it is said once, however often it happens."""
+    """Its masks come from a state that all lanes share; a warning is logged once."""
     method = FedAvg(small.net(small.NoisyNet), **short("fedavg"))
     with caplog.at_level(logging.WARNING, "fedhassle"):
         assert_lanes_train_as_eagerly(pool(), method, clients(), rounds=3)
@@ -208,17 +208,17 @@ def test_a_network_that_draws_by_itself_trains_alone(caplog, global_randomness):
     assert "draws random numbers by itself" in warning.getMessage()
 
 
-def test_nothing_is_said_where_all_goes_well(caplog):
+def test_nothing_is_logged_if_all_goes_well(caplog):
     with caplog.at_level(logging.DEBUG, "fedhassle"):
         assert_lanes_train_as_eagerly(pool(), small.hassle(), clients())
     assert caplog.records == []
 
 
-# Which jobs build on each other
+# Chains
 
 
 def job(name, *trained):
-    """A job that trains some names, of which nothing else is looked at."""
+    """A job that trains some names; its other fields are not used."""
     descents = tuple(Descent(k, None, SGD()) for k in trained)
     return Job(Phase(name, (Stream("labelled"),), descents, 1), None, {}, {}, {}, (name,))
 
@@ -259,7 +259,7 @@ def test_a_client_that_keeps_something_does_all_in_order():
 
 
 def test_labels_counted_before_are_left_to_one_count():
-    """Each part counts from zero, or what was counted before its phases would be counted for each of them."""
+    """Each part counts from zero; otherwise labels given before training would be counted several times."""
     visit = planned(job("1", "a"), job("2", "b"))
     assert [part.update.labelling for part in connected(visit)] == [None, None]
     counted = visit._replace(update=visit.update._replace(labelling=torch.tensor([3.0, 5.0])))
@@ -285,11 +285,11 @@ def test_chains_are_disjoint_complete_and_as_small_as_can_be(trained, keeps):
     assert names(connected(visit)) == sorted(expected)
 
 
-# Who does what
+# Scheduling
 
 
 def beginnings(monkeypatch):
-    """Which lane begins which client's job, in order, from now on."""
+    """A list of (lane, client) for each job that starts from now on."""
     plain, begun = Lane.run_job, []
 
     def run_job(self, job, *args):
@@ -305,8 +305,8 @@ def by_size(*sizes):
     return small.beside(*(small.site(labelled=range(4 * n), name=str(n)) for n in sizes)) if sizes else []
 
 
-def test_one_lane_takes_the_longest_and_the_next_the_shortest_whichever_is_free(monkeypatch):
-    """30 and 10 open the lanes; a 20 goes behind 10, and ends when 30 does: the other is the first's."""
+def test_lanes_alternate_between_longest_and_shortest_first(monkeypatch):
+    """30 and 10 start; a 20 follows 10 and ends with 30, so the first lane takes the other 20."""
     begun, made = beginnings(monkeypatch), pool(2)
     method = FedAvg(small.net(small.Linear), batch=4, epochs=1)
     made.train([visit(method, site, method.initial(0), None, 1, 0) for site in by_size(10, 20, 30, 20)])
@@ -333,7 +333,7 @@ def test_every_client_is_trained_once_longest_or_shortest_first(sizes, count):
 
 
 class Lent:
-    """A stream as far as lending it goes."""
+    """A stand-in for a stream."""
 
     def __init__(self, device, priority):
         self.device, self.priority = device, priority
@@ -351,9 +351,9 @@ def test_a_stream_has_one_holder_at_a_time():
 
 
 def test_a_stream_may_come_back_while_another_is_taken():
-    """The collector may free a lane at any time: here while streams are made.
+    """Garbage collection may free a lane at any time, here while streams are created.
 
-    It runs for one stream of the 32: with a large heap a collection takes a second. The join ends a deadlock.
+    It runs once, since it takes a second with a large heap. The timeout of the join ends a deadlock.
     """
     device, due = torch.device("cuda", 0), []
 
@@ -365,7 +365,7 @@ def test_a_stream_may_come_back_while_another_is_taken():
     streams = Streams(make)
 
     class Holder:
-        """What is freed by the collector alone."""
+        """An object that only garbage collection frees."""
 
         def __init__(self):
             self.itself = self
@@ -403,7 +403,7 @@ def part(arrays, losses, labelling=None, kept=None):
 
 
 def test_parts_are_joined_in_the_order_of_the_phases():
-    """Names as step-by-step training has them: b, a, c; labels counted before and in both parts add up."""
+    """Names in the order of eager training: b, a, c; all label counts add up."""
     jobs = job("1", "b"), job("2", "a", "b"), job("3", "c")
     update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0]))
     parts = [part({"c": 3}, {"c": 0.3}, [1.0, 4.0]), part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0])]
@@ -415,7 +415,7 @@ def test_parts_are_joined_in_the_order_of_the_phases():
     assert found.samples == update.samples and found.client == update.client
 
 
-def test_a_client_of_unknown_truth_counts_no_labels_and_keeps_what_it_ends_with():
+def test_a_client_of_unknown_truth_counts_no_labels_and_keeps_its_state():
     visit = planned(job("1", "a"), kept={"m": torch.zeros(1)})
     found, kept = joined(visit, [part({"a": 1}, {"a": 2}, kept={"m": 7})])
     assert found.labelling is None and kept["m"].tolist() == [7]
@@ -431,7 +431,7 @@ def test_a_client_that_does_nothing_keeps_what_it_has():
 
 
 def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkeypatch):
-    """A first round that asks nobody says nothing of it."""
+    """A first round without clients measures nothing."""
     made, seen = pool(2), []
     monkeypatch.setattr(
         made, "_memory_in_use", lambda: seen.append([len(lane.programs) for lane in made.lanes]) or 0
@@ -462,8 +462,8 @@ def failing(monkeypatch, calls):
     [({1}, [8, 4]), ({14}, [8, 4]), ({1, 2}, [8, 4, 2]), ({3, 9, 20}, [8, 4, 2, 1])],
     ids=["at once", "half way", "twice", "down to one"],
 )
-def test_a_round_out_of_memory_is_made_again_with_half_the_lanes(calls, left, monkeypatch, caplog):
-    """Of 16 independent jobs on 8 lanes; the rounds that follow stay with what is left."""
+def test_a_round_out_of_memory_is_repeated_with_half_the_lanes(calls, left, monkeypatch, caplog):
+    """16 independent jobs on 8 lanes; later rounds keep the smaller number."""
     method, made, sites = small.hassle(), pool(8), clients()
     failing(monkeypatch, calls)
     with caplog.at_level(logging.WARNING, "fedhassle"):
@@ -476,8 +476,8 @@ def test_a_round_out_of_memory_is_made_again_with_half_the_lanes(calls, left, mo
     assert len(made.lanes) == left[-1]
 
 
-def test_a_job_that_does_not_fit_where_it_is_first_tried_is_the_users_to_change(monkeypatch):
-    """Its walk is drawn, and its buffers are made, while there is one lane."""
+def test_a_job_that_does_not_fit_when_recorded_is_a_user_error(monkeypatch):
+    """It is recorded while there is only one lane."""
 
     def draw(job):
         raise torch.OutOfMemoryError
@@ -488,7 +488,7 @@ def test_a_job_that_does_not_fit_where_it_is_first_tried_is_the_users_to_change(
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_one_lane_that_does_not_fit_is_the_users_to_change(count, monkeypatch, caplog):
+def test_a_single_lane_that_does_not_fit_is_a_user_error(count, monkeypatch, caplog):
     failing(monkeypatch, range(1, 100))
     method, sites = small.hassle(), clients()
     planned = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
@@ -500,7 +500,7 @@ def test_one_lane_that_does_not_fit_is_the_users_to_change(count, monkeypatch, c
     assert len(caplog.records) == count.bit_length() - 1  # 8, 4, 2, 1
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch):
+def test_other_errors_are_passed_on(monkeypatch):
     def run_job(self, *args):
         yield
         raise RuntimeError("something else")

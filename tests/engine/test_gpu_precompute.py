@@ -1,4 +1,4 @@
-"""Frozen models that are asked ahead: what a loss asks of them, and that the answers are what it needs."""
+"""Logits of frozen models computed ahead: the questions of a loss, and their answers."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ STEPS = 5
 
 
 class Scene:
-    """A job with its buffers, and what its first steps are shown."""
+    """A job with its buffers and the inputs of its first steps."""
 
     def __init__(self, method, phase="labelled", state=None):
         site = small.site(small.dataset(flip=True, crop=2), labelled=range(40), unlabelled=range(40, 80))
@@ -48,7 +48,7 @@ def hassle(**settings):
     return Hassle(small.net(), batch=8, epochs=1, residual_steps=STEPS, **settings)
 
 
-# What is asked
+# Questions
 
 
 @pytest.mark.parametrize("side", ["labelled", "unlabelled"])
@@ -70,7 +70,7 @@ def later(method):
     [("labelled", ("w_S", "w_U_before", "r_SU")), ("unlabelled", ("w_U", "w_S_before", "r_US"))],
 )
 def test_the_scripts_target_asks_the_other_residual_and_the_dual_that_it_belongs_to(side, names):
-    """In place of the other dual; as long as there is no such dual, the other dual alone."""
+    """Instead of the other dual; before that dual exists, only the other dual."""
     method = hassle(residual_target="with_residual")
     scene = Scene(method, f"{side} residual", later(method))
     assert scene.asked() == {Question(name, 0, 0) for name in names}
@@ -95,7 +95,7 @@ def test_a_loss_that_calls_no_received_model_asks_nothing(method, phase):
 
 @dataclass(frozen=True)
 class Curious(FedAvg):
-    """Two streams with three views, and losses that ask what they were sent in many ways."""
+    """Two streams with three views, and losses that call received models in many ways."""
 
     def networks(self):
         return {"w": self.net, "v": self.net}
@@ -122,12 +122,12 @@ class Curious(FedAvg):
         return (moved - received["v"](clean)).square().mean() + received["w"](labelled.views[0]).mean()
 
 
-def test_every_descent_is_heard_and_only_what_it_asks_of_views():
+def test_questions_cover_every_descent_but_only_calls_on_views():
     assert Scene(Curious(small.net(), epochs=1)).asked() == {Question("v", 1, 1), Question("w", 0, 0)}
 
 
-def test_listening_changes_nothing():
-    """Networks with BatchNorm: their statistics, and everything else in the buffers, stay to the bit."""
+def test_recording_questions_changes_nothing():
+    """With BatchNorm: the statistics and all other buffers keep their bits."""
     for method in (Curious(small.net(), epochs=1), small.Tutored(small.net(), epochs=1)):
         scene = Scene(method, method.phases(None, 1)[0].name)
         buffers = scene.buffers
@@ -140,13 +140,13 @@ def test_listening_changes_nothing():
         assert any(v.numel() for v in buffers.statistics.values())
 
 
-# What is answered
+# Answers
 
 
 @pytest.mark.parametrize("target", ["difference", "with_residual"])
 @pytest.mark.parametrize("side", ["labelled", "unlabelled"])
 def test_a_loss_is_the_same_with_answers(side, target):
-    """And so is its gradient; the answers come from one pass over all steps."""
+    """And so is its gradient; the answers come from one forward pass over all steps."""
     method = hassle(residual_target=target)
     scene = Scene(method, f"{side} residual", later(method))
     answers = answer(tuple(scene.asked()), scene.received, scene.batches)
@@ -165,14 +165,14 @@ def test_a_loss_is_the_same_with_answers(side, target):
 
 
 def marked(scene, value=100.0):
-    """Received models of the first step that know wrong answers, so that a look-up shows."""
+    """Received models of the first step with wrong answers, which reveal a look-up."""
     batches, _ = scene.at(0)
     shapes = {question: len(batches[question.stream].y) for question in scene.asked()}
     wrong = {question: torch.full((n, small.CLASSES), value) for question, n in shapes.items()}
     return batches, with_answers(scene.received, wrong, batches)
 
 
-def test_an_answer_is_looked_up_for_its_view_alone():
+def test_an_answer_is_looked_up_only_for_its_view():
     scene = Scene(hassle(), "labelled residual")
     batches, knowing = marked(scene)
     x = batches[0].views[0]
@@ -185,7 +185,7 @@ def test_an_answer_is_looked_up_for_its_view_alone():
     assert knowing["r_US"] == scene.received["r_US"]  # not asked: as it came
 
 
-def test_an_informed_model_with_other_weights_is_computed():
+def test_an_answering_model_with_other_weights_is_computed():
     scene = Scene(hassle(), "labelled residual")
     batches, knowing = marked(scene)
     x, model, net = batches[0].views[0], knowing["w_S"], scene.job.networks["w_S"]
@@ -198,7 +198,7 @@ def test_an_informed_model_with_other_weights_is_computed():
     torch.testing.assert_close(mixed(x), expected)
 
 
-def test_an_informed_model_with_other_statistics_is_computed():
+def test_an_answering_model_with_other_statistics_is_computed():
     scene = Scene(hassle(), "labelled residual")
     batches, knowing = marked(scene)
     x, net = batches[0].views[0], scene.job.networks["w_S"]
@@ -208,7 +208,7 @@ def test_an_informed_model_with_other_statistics_is_computed():
 
 
 def test_a_loss_may_write_into_the_logits_that_it_gets():
-    """As it may into those that are computed for it: whoever asks again gets them as they were."""
+    """As into computed logits; the next call returns the original values."""
     scene = Scene(hassle(), "labelled residual")
     batches, knowing = marked(scene)
     x = batches[0].views[0]
@@ -216,8 +216,8 @@ def test_a_loss_may_write_into_the_logits_that_it_gets():
     assert (knowing["w_S"](x) == 100).all()
 
 
-def test_an_informed_model_in_training_mode_is_computed():
-    """It normalises by the batch, and moves its statistics."""
+def test_an_answering_model_in_training_mode_is_computed():
+    """It normalises by the batch, and updates its statistics."""
     scene = Scene(hassle(), "labelled residual")
     batches, knowing = marked(scene)
     x, net = batches[0].views[0], scene.job.networks["w_S"]

@@ -1,4 +1,4 @@
-"""Recordings: which jobs share one, and that a step traced once and replayed is the eager one."""
+"""Recordings: jobs that share one, and replayed steps that equal eager steps."""
 
 import itertools
 import logging
@@ -35,7 +35,7 @@ METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ],
     ids=["fedavg", "fedprox", "hassle", "hassle online", "hassle norm"],
 )
-RIVALS = pytest.mark.parametrize(
+BASELINES = pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("mixmatch", {"rounds": 3}),
@@ -95,14 +95,14 @@ def written(buffers):
 
 
 def eagerly(job, kept, schedule):
-    """The buffers after the steps of a schedule, one by one."""
+    """The buffers after the steps of a schedule, run one by one."""
     buffers = prepare(job, job.message | kept, kept)
     for i in range(schedule.steps):
         advance(job, buffers, schedule.between(i, i + 1))
     return buffers
 
 
-# Functions that compute the same
+# Identity of functions
 
 
 class Holder:
@@ -112,7 +112,7 @@ class Holder:
         return 2 * x
 
 
-def test_a_function_made_anew_of_the_same_parts_is_the_same():
+def test_functions_created_from_the_same_parts_are_equal():
     holder, method = Holder(), Hassle(small.net())
     assert identity(holder.double) == identity(holder.double)
     assert identity(partial(holder.double, 3)) == identity(partial(holder.double, 3))
@@ -136,17 +136,17 @@ def test_other_functions_owners_and_arguments_differ():
 
 
 def scaled(by, plus=0):
-    """Functions of one piece of code that hold numbers in cells."""
+    """Functions with the same code and other numbers in their closure."""
     return lambda x: by * x + plus
 
 
 def defaulting(by):
-    """… and in a default value."""
+    """Functions with the same code and other default values."""
     return lambda x, by=by: by * x
 
 
 @pytest.mark.parametrize("make", [scaled, defaulting, lambda value: partial(max, value)])
-def test_numbers_that_a_function_holds_tell_it_apart(make):
+def test_functions_with_other_numbers_differ(make):
     values = [1, 2, 1.0, True, False, 0, 0.5, "1", None, (1, 2), (1, 2.0), (2, 1), ((1,), 2)]
     found = [identity(make(value)) for value in values]
     assert len(set(found)) == len(values)
@@ -154,11 +154,11 @@ def test_numbers_that_a_function_holds_tell_it_apart(make):
 
 
 def keyword_only(by):
-    """A number in a default value that can only be given by name."""
+    """Functions with other defaults of a keyword-only argument."""
     return lambda x, *, by=by: by * x
 
 
-def test_defaults_of_keywords_tell_functions_apart():
+def test_functions_with_other_keyword_defaults_differ():
     assert identity(keyword_only(1)) == identity(keyword_only(1))
     assert identity(keyword_only(1)) != identity(keyword_only(2))
 
@@ -169,8 +169,8 @@ def test_lambdas_of_other_code_differ():
     assert identity(scaled(1, 2)) == identity(scaled(1, 2)) != identity(scaled(2, 1))
 
 
-def test_tensors_and_other_objects_are_known_by_which_they_are():
-    """Equal content may change later, and then each goes its way."""
+def test_tensors_and_other_objects_are_compared_by_identity():
+    """Equal contents may differ later."""
     a, b = torch.ones(2), torch.ones(2)
     assert identity(scaled(a)) == identity(scaled(a)) != identity(scaled(b))
     numbers, others = [1.0], [1.0]
@@ -179,7 +179,7 @@ def test_tensors_and_other_objects_are_known_by_which_they_are():
     assert identity(scaled(inner)) == identity(scaled(scaled(3))) != identity(scaled(scaled(4)))
 
 
-# Jobs of one shape
+# Shapes
 
 
 def shapes(method, here=None, t=1, state=None):
@@ -188,7 +188,7 @@ def shapes(method, here=None, t=1, state=None):
 
 @METHODS_AND_SETTINGS
 def test_rounds_and_clients_of_one_method_have_one_shape(name, settings):
-    """As long as they are sent the same names; their sizes and their steps do not matter."""
+    """If they receive the same names; their numbers of samples and steps do not matter."""
     method = made(name, **settings)
     state = method.initial(0)
     if name == "hassle":
@@ -199,8 +199,8 @@ def test_rounds_and_clients_of_one_method_have_one_shape(name, settings):
     assert shapes(method, site(labelled=40, unlabelled=70, name="other"), 9, state) == first
 
 
-def test_other_messages_are_another_shape():
-    """Round 1 has no earlier models; a full client is not sent what only unlabelled data needs."""
+def test_other_messages_have_another_shape():
+    """Round 1 has no earlier models; a full client does not receive arrays for unlabelled data."""
     method = made("hassle")
     state = method.initial(0)
     later = state | {"w_S_before": state["w_S"], "w_U_before": state["w_U"]}
@@ -214,7 +214,7 @@ def test_other_messages_are_another_shape():
     assert len(found | {shape_of(job, {"m": torch.ones(1)}), shape_of(job, {"m": torch.ones(2)})}) == 5
 
 
-def test_other_steps_are_another_shape():
+def test_other_steps_have_another_shape():
     (job, kept), *_ = jobs(made("hassle"))
     phase, (descent,), (stream,) = job.phase, job.phase.descents, job.phase.streams
     phases = [
@@ -240,25 +240,25 @@ def test_other_steps_are_another_shape():
     assert shape_of(job._replace(phase=longer), kept) == shape_of(job, kept)
 
 
-def test_two_methods_of_a_kind_are_of_two_shapes():
-    """Their losses hold numbers that no name shows."""
+def test_methods_with_other_settings_have_another_shape():
+    """Their losses differ only by a number."""
     first, second = (FedProx(small.net(channels=3), batch=8, epochs=1, mu=mu) for mu in (0.1, 0.2))
     assert shapes(first) != shapes(second)
 
 
-def test_images_and_views_of_ones_own_are_another_shape():
+def test_other_images_and_views_have_another_shape():
     method, here = made("fedavg"), site()
     other = small.site(small.dataset(3), range(12))
     assert shapes(method, here) == shapes(method, site(name="there")) != shapes(method, other)
     assert shapes(method, here._replace(views=other.views)) != shapes(method, here)
 
 
-# Numbers that change from round to round
+# Values that change from round to round
 
 
 @dataclass(frozen=True)
 class Ramp(FedAvg):
-    """FedAvg whose loss grows with the rounds: a Python number that a closure holds."""
+    """FedAvg whose loss grows with the rounds, by a Python number in a closure."""
 
     def phases(self, client, t):
         (phase,) = super().phases(client, t)
@@ -268,8 +268,8 @@ class Ramp(FedAvg):
         return lambda *args: t * self.loss(*args)
 
 
-def test_a_number_that_changes_every_round_is_the_new_one_and_is_told_once(caplog):
-    """The first rounds are recorded anew, each; then it is said that this should be a tensor."""
+def test_a_number_that_changes_every_round_is_used_and_logged_once(caplog):
+    """The first rounds are recorded each; then a warning says that it should be a tensor."""
     method, lanes = Ramp(small.net(channels=3), batch=8, epochs=1, clip=0, lr=0.01), small_lanes()
     here, message = site(labelled=90), {"w": method.net.initial(0)}
     with caplog.at_level(logging.WARNING, "fedhassle"):
@@ -284,8 +284,8 @@ def test_a_number_that_changes_every_round_is_the_new_one_and_is_told_once(caplo
     assert "phase 'labelled' runs eagerly" in message and "should be a tensor in the message" in message
 
 
-def test_what_is_not_recorded_is_not_kept():
-    """A number that changes every round must not fill the memory of a GPU, round by round."""
+def test_shapes_that_are_not_recorded_take_no_memory():
+    """A number that changes every round must not fill the memory of a GPU."""
     method, lanes = Ramp(small.net(channels=3), batch=8, epochs=1), small_lanes()
     for t in range(1, 4 * RECORDINGS):
         lanes.train([visit(method, site(), method.initial(0), None, t, 0)])
@@ -300,14 +300,14 @@ def small_lanes(lanes=2, **settings):
 
 
 @pytest.mark.parametrize("steps", [1, 2, STRETCH - 1, STRETCH, STRETCH + 1, 5 * STRETCH, 7 * STRETCH + 3])
-def test_any_number_of_steps_is_made_of_stretches_of_two_sizes(steps):
+def test_any_number_of_steps_is_split_into_stretches_of_two_sizes(steps):
     found = stretches(steps)
     assert sum(found) == steps and set(found) <= {1, STRETCH}
     assert found.count(1) < STRETCH and found == sorted(found, reverse=True)
 
 
 @pytest.mark.parametrize("steps", [1, 3, STRETCH, STRETCH + 4])
-def test_a_stretch_to_record_with_is_the_first_steps_over_and_over(steps):
+def test_a_stretch_for_recording_repeats_the_first_steps(steps):
     (job, _), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1), site(labelled=6 * steps))
     schedule = draw(job)
     assert schedule.steps == steps
@@ -321,8 +321,8 @@ def test_a_stretch_to_record_with_is_the_first_steps_over_and_over(steps):
 
 
 @pytest.mark.parametrize("build", [small.ConvNet, small.Linear])
-def test_buffers_keep_their_places_over_jobs(build):
-    """A graph reads and writes addresses: those of the buffers and of the schedule stay for all rounds."""
+def test_buffers_keep_their_addresses(build):
+    """A graph reads and writes fixed addresses, those of the buffers and of the schedule."""
     method, lanes = small.Tutored(small.net(build, 3), epochs=2, lr=0.01), small_lanes()
     state, memory, places = method.initial(0), {}, []
     for t in (1, 2, 3):
@@ -336,8 +336,8 @@ def test_buffers_keep_their_places_over_jobs(build):
     assert places[0] == places[1] == places[2] and len(places[0]) > 20
 
 
-def test_a_program_starts_every_job_from_nothing_but_what_it_is_given():
-    """Buffers full of NaN before a job is loaded: none is left where a job reads."""
+def test_loading_a_job_overwrites_all_buffers():
+    """Buffers are filled with NaN before a job is loaded; none is left."""
     (job, kept), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1))
     there = program(job, kept)
     for tensor in pytree.tree_leaves(there.buffers._replace(images=None)):
@@ -354,7 +354,7 @@ def test_a_program_starts_every_job_from_nothing_but_what_it_is_given():
 
 
 class Kernels(TorchDispatchMode):
-    """Notes which operations are made on which shapes."""
+    """Records operations with the shapes of their inputs."""
 
     def __init__(self):
         super().__init__()
@@ -367,8 +367,8 @@ class Kernels(TorchDispatchMode):
 
 
 @METHODS_AND_SETTINGS
-def test_what_is_tried_out_before_a_capture_are_all_the_kernels_of_it(name, settings):
-    """A library that chose a kernel in the capture itself would spoil it."""
+def test_the_trial_before_a_capture_runs_all_its_kernels(name, settings):
+    """A library that chooses a kernel during a capture invalidates it."""
     engine = Engine(torch.device("cpu"))
     for job, kept in jobs(made(name, **settings)):
         ours = stretch_functions(job, program(job, kept).questions(job, engine), engine)
@@ -382,7 +382,7 @@ def test_what_is_tried_out_before_a_capture_are_all_the_kernels_of_it(name, sett
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Steps are traced as for the compiler, which leaves the graph of their operations as it is."""
+    """Traces steps as for the compiler, which is replaced by the identity."""
     graphs = []
 
     def leave(graph, **_):
@@ -398,7 +398,7 @@ def traced(monkeypatch):
 def test_a_step_traced_once_and_replayed_gives_the_eager_bits(name, settings, build, side, width, traced):
     """Twelve steps (residuals: eleven), replayed from those of one step and of one stretch of views.
 
-    A graph has no Python left in it: what it gives is what a CUDA graph would.
+    A traced graph contains no Python, like a CUDA graph.
     """
     assert_traced_is_eager(made(name, build, side, width, **settings), [site(side, 45, 41)], 1)
     assert traced
@@ -410,9 +410,9 @@ def test_traced_steps_serve_clients_and_rounds(traced):
     assert traced
 
 
-@RIVALS
-def test_traced_steps_of_rivals_serve_all_kinds_of_clients(name, settings, traced):
-    """Two rounds with what clients keep; FedMatch's second brings helpers, MixMatch's a larger weight."""
+@BASELINES
+def test_traced_steps_of_baselines_serve_all_kinds_of_clients(name, settings, traced):
+    """Two rounds with client state; FedMatch's second has helpers, MixMatch's a larger weight."""
     method, lanes = made(name, **settings), small_lanes(compile=True)
     sites = [site(unlabelled=0, name="full"), site(name="partial"), site(labelled=0, name="unlabelled")]
     sites.append(site(labelled=5, unlabelled=9, name="another"))
@@ -432,7 +432,7 @@ def test_traced_steps_of_rivals_serve_all_kinds_of_clients(name, settings, trace
 
 
 def assert_traced_is_eager(method, sites, rounds):
-    """On lanes that replay traced steps, each client ends in the bits of training it step by step."""
+    """Asserts that lanes with traced steps give the bits of eager training."""
     lanes, state = small_lanes(compile=True), method.initial(0)
     for t in range(1, rounds + 1):
         sent = [(here, method.message(state, here.client, t)) for here in sites]
@@ -459,19 +459,19 @@ def test_a_traced_step_with_memory_draws_and_two_streams_gives_the_eager_bits(tr
     assert traced
 
 
-def test_steps_that_make_the_same_operations_are_compiled_once(traced):
-    """Both duals of HASSLE train alike, and so do both residuals: of four phases two are compiled."""
+def test_steps_with_the_same_operations_are_compiled_once(traced):
+    """Both duals of HASSLE train alike, and so do both residuals: two of four phases are compiled."""
     lanes, method = small_lanes(compile=True), made("hassle")
     lanes.train([visit(method, site(), method.initial(0), None, 1, 0)])
     steps = [graph for graph in traced if "convolution_backward" in graph.code]
     assert len(lanes.lanes[0].programs) == 4 and len(steps) == 2
     for graph in traced:
         inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        assert inputs and all(node.users for node in inputs)  # what is not used is no input
+        assert inputs and all(node.users for node in inputs)  # unused inputs are removed
 
 
-def test_constants_of_another_value_are_not_the_same_operations(traced):
-    """Two losses of one kind whose numbers differ, or whose tensors do: none gets the other's kernels."""
+def test_other_constants_are_compiled_separately(traced):
+    """Losses that differ by a number or a tensor do not share kernels."""
 
     def compile_(make, values):
         compiler, x = Compiler(), torch.arange(3.0)
@@ -486,8 +486,8 @@ def test_constants_of_another_value_are_not_the_same_operations(traced):
     assert len(traced) == 5
 
 
-def test_tensors_of_another_kind_are_not_the_same_operations(traced):
-    """Kernels are made for sizes, layouts and types."""
+def test_other_tensor_formats_are_compiled_separately(traced):
+    """Kernels depend on sizes, layouts and types."""
     compiler, x = Compiler(), torch.ones(4, 4)
     for given in (x, x, x[:3], x[:, :3], x[:, :3].contiguous(), x.double(), 2 * x):
         assert torch.equal(compiler(scaled(2.0), given)(given), 2.0 * given)
@@ -523,7 +523,7 @@ def test_a_compiled_function_takes_and_returns_trees(traced):
 
 @pytest.fixture
 def quick_compiler(monkeypatch):
-    """The compiler without the code generator, which would take a minute."""
+    """The compiler without its code generator, which takes a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     yield
     torch.compiler.reset()
@@ -534,8 +534,8 @@ def test_every_step_compiles_and_is_the_eager_one(name, settings, quick_compiler
     assert_compiled_is_eager(made(name, **settings), site())
 
 
-@RIVALS
-def test_every_step_of_rivals_compiles_and_is_the_eager_one(name, settings, quick_compiler):
+@BASELINES
+def test_every_step_of_baselines_compiles_and_is_the_eager_one(name, settings, quick_compiler):
     assert_compiled_is_eager(made(name, **settings), site())
 
 
@@ -546,7 +546,7 @@ def test_a_step_of_every_network_compiles(build, side, width, quick_compiler):
 
 
 def assert_compiled_is_eager(method, here):
-    """One step of each phase: weights, statistics, momentum and losses."""
+    """Compares one step of each phase: weights, statistics, momentum and losses."""
     for job, kept in jobs(method, here):
         there = program(job, kept)
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
@@ -577,7 +577,7 @@ def test_a_compiled_stretch_is_the_eager_one(quick_compiler):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
-def test_where_the_compiler_fails_steps_are_not_compiled_and_it_is_said_once(error, monkeypatch, caplog):
+def test_a_failing_compiler_is_logged_once_and_not_used(error, monkeypatch, caplog):
     def fail(graph, **_):
         def run(*_):
             raise error("no kernel\nfor this")
@@ -595,8 +595,8 @@ def test_where_the_compiler_fails_steps_are_not_compiled_and_it_is_said_once(err
     assert record.getMessage() == f"steps are captured but not compiled ({error.__name__}: no kernel)"
 
 
-def test_where_the_compiler_fails_on_a_step_alone_it_is_not_compiled(monkeypatch, caplog):
-    """The views compile; of the step it turns out when it is first run."""
+def test_a_compiler_that_fails_only_on_the_step_is_not_used(monkeypatch, caplog):
+    """The inputs compile; the step fails at its first call."""
 
     def only_views(graph, **_):
         def run(*_):
@@ -614,8 +614,8 @@ def test_where_the_compiler_fails_on_a_step_alone_it_is_not_compiled(monkeypatch
     ]
 
 
-def test_a_loss_that_cannot_be_traced_is_trained_all_the_same(traced, caplog):
-    """It looks at a value, which a trace does not have."""
+def test_a_loss_that_cannot_be_traced_still_trains(traced, caplog):
+    """It reads a value, which a trace does not have."""
 
     @dataclass(frozen=True)
     class Looking(FedAvg):

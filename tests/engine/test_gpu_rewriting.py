@@ -1,4 +1,4 @@
-"""Compiled steps in fewer kernels compute what they computed before."""
+"""Rewritten steps with fewer kernels compute the same."""
 
 from contextlib import nullcontext
 
@@ -92,7 +92,7 @@ def operations(graph):
 
 
 class Odd(nn.Module):
-    """BatchNorm where no rule fits: without gains, after a bias or groups, twice in a row, on vectors."""
+    """BatchNorm that matches no rule: without gains, after a bias or groups, twice in a row, on vectors."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_rewritten_step_is_the_same_step(build):
 
 
 def test_a_residual_network_is_rewritten_as_far_as_it_goes():
-    """All nine BatchNorms in training; frozen, all with a ReLU behind and a convolution before them.
+    """All nine BatchNorms in training; frozen, those with a convolution before and a ReLU after them.
 
     The shortcuts' two have no ReLU, and in bfloat16 the stem is a matrix product.
     """
@@ -132,8 +132,8 @@ def test_a_residual_network_is_rewritten_as_far_as_it_goes():
 
 
 @pytest.mark.parametrize(("shape", "fits"), [((2, 4, 6, 6), True), ((1, 4, 1, 1), False), ((4, 1, 1), False)])
-def test_a_frozen_norm_is_folded_only_with_an_addition_of_its_like(shape, fits):
-    """What is smaller would have to be repeated, which cuDNN does not do."""
+def test_a_frozen_norm_is_folded_only_with_an_addition_of_the_same_shape(shape, fits):
+    """A smaller tensor would have to be broadcast, which cuDNN does not do."""
 
     def step(x, kernel, moments, other):
         z = F.batch_norm(F.conv2d(x, kernel, padding=1), moments[0], moments[1], moments[2], moments[3])
@@ -147,7 +147,7 @@ def test_a_frozen_norm_is_folded_only_with_an_addition_of_its_like(shape, fits):
     torch.testing.assert_close(graph(*given).float(), step(*given).float(), rtol=0.05, atol=0.5)
 
 
-def test_in_bfloat16_it_is_no_further_from_the_truth():
+def test_in_bfloat16_it_is_as_accurate_as_the_original():
     net = Net(ResNet8, (3, 12, 12), 4, 0.25)
     given, low = inputs_of(net), step_of(net, low=True)
     exact = step_of(net, low=False)(*[v.clone() for v in given])
@@ -158,7 +158,7 @@ def test_in_bfloat16_it_is_no_further_from_the_truth():
 
 
 def test_the_compiler_rewrites_and_keeps_statistics_in_place(monkeypatch):
-    """Compiled whole, in one graph, which moves the statistics that it is given."""
+    """Compiled as one graph, which updates the given statistics."""
     counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda graph, **options: compile_(graph, backend=counter, **options)
@@ -172,7 +172,7 @@ def test_the_compiler_rewrites_and_keeps_statistics_in_place(monkeypatch):
     torch.testing.assert_close(given[1], plain[1])
 
 
-def test_elsewhere_nothing_is_rewritten(monkeypatch):
+def test_on_other_devices_nothing_is_rewritten(monkeypatch):
     monkeypatch.setattr(rewriting, "DEVICES", {"cuda"})
     net = Net(ResNet8, (3, 12, 12), 4, 0.25)
     given = inputs_of(net)
@@ -206,8 +206,8 @@ def test_the_kernels_compute_what_the_functions_do(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gradient_may_lie_anyhow():
-    """That of a mean over pixels is one number for all of them, without memory of its own."""
+def test_a_gradient_may_have_any_memory_layout():
+    """The gradient of a mean over pixels is an expanded tensor."""
     x, spread_out = maps(8, 16, 4, 4), torch.rand(8, 16, 1, 1).expand(8, 16, 4, 4)
     now = moments(x, torch.zeros(16), torch.ones(16), 0.1, 1e-5)
     expected = gradient_sums(spread_out, x, now, None, None)

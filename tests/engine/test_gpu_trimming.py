@@ -1,4 +1,4 @@
-"""Jobs receive what their steps ask for and no more: so that one recording serves more of them."""
+"""Jobs receive only the arrays that their steps read, so that more jobs share a recording."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ SITES = small.beside(
 
 
 def trained_on(pool, method, state, t):
-    """The updates of all sites by lanes, which must be those of each alone."""
+    """Updates of all sites on lanes; asserts that they equal training each alone."""
     messages = [method.message(state, site.client, t) for site in SITES]
     asked = [(s, m) for s, m in zip(SITES, messages, strict=True) if method.phases(s.client, t)]
     found = pool.train([visit(method, s, m, None, t, 0) for s, m in asked])
@@ -34,7 +34,7 @@ def trained_on(pool, method, state, t):
 
 
 def test_hassles_four_phases_are_four_shapes():
-    """Whoever the client is, and although a message of round 1 lacks the duals before."""
+    """For all clients, even though a message of round 1 lacks the earlier duals."""
     method, pool = Hassle(NET, batch=8, epochs=1, residual_steps=3), Lanes(Engine(CPU, lanes=2))
     state = method.initial(0)
     for t in (1, 2, 3):
@@ -51,7 +51,7 @@ def test_hassles_four_phases_are_four_shapes():
 
 @dataclass(frozen=True)
 class Curious(FedAvg):
-    """FedAvg that asks for more once it is told that there is more."""
+    """FedAvg that reads more names once they exist."""
 
     def message(self, state, client, t):
         more = {2: {"more": state["w"] * 2}, 3: {"more": state["w"] * 3, "most": state["w"] + 1}}
@@ -66,8 +66,8 @@ class Curious(FedAvg):
         return loss
 
 
-def test_what_is_asked_for_may_depend_on_what_there_is():
-    """Rounds 2 and 3 take other ways through the loss than round 1, and round 4 that of round 1 again."""
+def test_the_names_read_may_depend_on_the_names_present():
+    """Rounds 2 and 3 take other branches of the loss than rounds 1 and 4."""
     method, pool = Curious(NET, batch=8, epochs=1, lr=0.01), Lanes(Engine(CPU, lanes=2))
     for t in (1, 2, 3, 4, 2):
         trained_on(pool, method, method.initial(0), t)
@@ -91,15 +91,15 @@ def test_what_is_asked_for_may_depend_on_what_there_is():
         (lambda r: 1, set()),
     ],
 )
-def test_every_way_to_ask_is_noted(ask, names):
+def test_every_kind_of_access_is_recorded(ask, names):
     noted: set[str] = set()
     ask(NameRecorder({"a": 1, "b": 2}, noted))
     assert noted - {"a", "b"} == names - {"a", "b"} and names <= noted
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_method_is_left_without_what_it_needs(name):
-    """Two rounds of every kind of client, by lanes and eagerly."""
+def test_every_method_receives_what_it_reads(name):
+    """Two rounds of every kind of client, on lanes and eagerly."""
     short = {"residual_steps": 2} if name == "hassle" else {}
     method, pool = METHODS[name](NET, batch=8, epochs=1, **short), Lanes(Engine(CPU, lanes=2))
     state = method.initial(0)
@@ -108,7 +108,7 @@ def test_no_method_is_left_without_what_it_needs(name):
         state = method.merge(state, updates, t, generator(t))
 
 
-def test_a_whole_federation_is_none_the_wiser():
+def test_a_whole_federation_ends_in_the_same_bits():
     method = Hassle(NET, batch=8, epochs=1, residual_steps=3)
     states = []
     for lanes in (False, True):

@@ -1,4 +1,4 @@
-"""Labels that a client gives to its own images, and how they are counted."""
+"""Pseudo-labels of clients, and their counts."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from fedhassle.randomness import generator
 
 
 def labelled_by_hand(method, state, site):
-    """Eq. 5 on clean images, one image at a time; −1 below the confidence asked for."""
+    """Eq. 5 on clean images, one at a time; −1 below the confidence."""
     found = []
     for row in site.samples.unlabelled.tolist():
         pixels = site.samples.images[row].numpy().astype(np.float64) / 255
@@ -54,7 +54,7 @@ def test_labels_given_once_a_round_are_counted_against_the_truth():
 
 
 def test_labels_below_the_confidence_count_as_not_given():
-    """By a confidence of 1 an untrained network is never sure: no label given, w_U keeps its weights."""
+    """At a confidence of 1 an untrained network gives no label, and w_U keeps its weights."""
     method = hassle(confidence=1.0, mpa=False, gra=False)
     site = small.site(unlabelled=range(40, 61))
     state = method.initial(0)
@@ -67,9 +67,9 @@ def test_labels_below_the_confidence_count_as_not_given():
 
 @pytest.mark.parametrize("confidence", [0.0, 0.35])
 def test_online_labels_are_counted_at_every_step(confidence):
-    """Without augmentation a label is the same at each step: right and given follow from the walks alone.
+    """Without augmentation a label is the same at each step, so the counts follow from the walks.
 
-    The dual walks 2 epochs of 3 batches of 8, the residual 5 batches: 88 labels in all.
+    The dual walks 2 epochs of 3 batches of 8, the residual 5 batches: 88 labels in total.
     """
     settings = {"pseudo_labels": "online", "confidence": confidence, "residual_steps": 5}
     method = Hassle(small.net(small.Linear), **QUICK, **settings)

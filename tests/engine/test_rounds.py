@@ -1,4 +1,4 @@
-"""Algorithm 1 from the server's side: who is drawn, what is merged, what is kept out."""
+"""Algorithm 1 on the server: selection, merging, and updates that are dropped."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ def reply(client, values, samples):
 
 
 class Scripted:
-    """A federation whose clients answer what they are told to."""
+    """A federation with scripted answers."""
 
     def __init__(self, answers, clients=None):
         self.answers, self.asked, self.went_back = answers, [], []
@@ -67,15 +67,15 @@ def test_an_update_that_is_not_finite_is_dropped_and_named(bad, caplog):
 
 
 def line_of(method, *rounds):
-    """The line of metrics of some rounds."""
+    """The metrics of some rounds."""
     tally = Tally(method)
     for done in rounds:
         tally.add(done)
     return tally.metrics(rounds[-1].t, Evaluation({"model": 0.5}), 1.0)
 
 
-def test_the_bytes_of_a_dropped_update_have_travelled():
-    """Two clients, of whom one drops out: 3 bytes to each, 7 bytes from each."""
+def test_the_bytes_of_a_dropped_update_count():
+    """Two clients, one of which drops out: 3 bytes to each, 7 bytes from each."""
     federation = Scripted({"ann": (3, [1.0]), "bob": (9, [float("nan")])})
     line = line_of(FedAvg(NET), one_round(federation, {"w": torch.zeros(1)}))
     assert line["bytes_down"] == {"full": 6, "partial": 0, "unlabelled": 0}
@@ -100,10 +100,10 @@ QUICK = {"batch": 8, "epochs": 1}
     ],
     ids=["fedavg", "rscfed", "hassle", "fedmatch"],
 )
-def test_the_bytes_of_a_line_are_those_of_each_kind_and_way(method, down, up):
+def test_bytes_are_counted_by_kind_of_client_and_direction(method, down, up):
     """Vectors to and from a full, a partial and an unlabelled client, in round 1 + in round 2.
 
-    RSCFed's teachers stay where they are. HASSLE sends the dual that a residual belongs to from round 2 on,
+    RSCFed's teachers are not sent. HASSLE sends the dual that a residual belongs to from round 2 on,
     FedMatch two helpers in round 2 to those who have unlabelled data. A vector has 584 numbers of four
     bytes, and all of the one full client, the three partial and the two unlabelled ones take part.
     """
@@ -139,8 +139,8 @@ def test_a_side_whose_only_clients_diverged_is_kept(caplog):
 
 
 @pytest.mark.parametrize("first", [1, 4])
-def test_a_run_goes_on_from_the_round_before_its_first(first):
-    """Once, before anything is trained: what clients kept after that round is of another run."""
+def test_a_run_rewinds_to_the_round_before_its_first(first):
+    """Once, before training, since later client state belongs to another run."""
     federation = Scripted({"ann": (3, [1.0])})
     rounds = federate(FedAvg(NET), federation, Plan(5, 1), {"w": torch.zeros(1)}, first)
     assert federation.went_back == []
@@ -162,7 +162,7 @@ def test_when_nobody_can_train_the_state_is_kept_and_the_log_says_so(caplog):
     assert "round 1" in caplog.text and "w" in caplog.text and "kept" in caplog.text
 
 
-def test_a_round_that_trains_all_is_not_remarked_on(caplog):
+def test_a_round_that_trains_all_logs_nothing(caplog):
     with caplog.at_level(logging.INFO, logger="fedhassle"):
         one_round(Scripted({"ann": (3, [1.0])}), {"w": torch.zeros(1)})
     assert caplog.records == []
@@ -187,7 +187,7 @@ def test_selection_is_sorted_and_without_repeats():
 
 
 def test_selection_is_uniform():
-    """8 of 20 in 1,000 rounds: a client is drawn 400 times ± √(1000·0.4·0.6) = 15.5; a pair is too.
+    """8 of 20 in 1,000 rounds: a client is drawn 400 times ± √(1000·0.4·0.6) = 15.5.
 
     Any two clients meet with probability 8·7/(20·19) = 0.147: 147 times ± 11.
     """
@@ -226,7 +226,7 @@ class Counting(FedAvg):
 
 
 def test_a_client_that_drops_out_keeps_its_memory_as_it_was():
-    """Two epochs of ⌈n/8⌉ steps a round: client 1 (20 labels) 6, client 2 (6 labels) 2."""
+    """Two epochs of ⌈n/8⌉ steps per round: client 1 (20 labels) 6, client 2 (6 labels) 2."""
     method = Counting(small.net(), batch=8, epochs=2, bad="client 1")
     federation = small.simulator(only={"client 1", "client 2"})
     steps = []
@@ -265,7 +265,7 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(method, globa
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["fedavg", "hassle"])
-def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(method):
+def test_an_interrupted_run_equals_an_uninterrupted_one(method):
     whole = small.simulate(method, 4)
     half = small.simulate(method, 2)[-1].state
     assert small.same(small.simulate(method, 4, state=half, first=3)[-1].state, whole[-1].state)

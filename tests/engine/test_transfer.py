@@ -1,4 +1,4 @@
-"""Sparse communication: what arrives where small changes are not sent, and the bytes that it takes."""
+"""Sparse transfer: the arrays that arrive, and their bytes."""
 
 import logging
 
@@ -23,8 +23,8 @@ def arrays(**values):
 # One message
 
 
-def test_entries_that_change_by_no_more_than_the_least_stay_as_they_were():
-    """Changes of 0.5 (not more than the least), 0.75, −0.75, −0.25 and 0: two of eight are sent, 16 bytes."""
+def test_small_changes_are_not_sent():
+    """Changes of 0.5 (the threshold), 0.75, −0.75, −0.25 and 0: two of eight are sent, 16 bytes."""
     known = arrays(w=[1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     new = arrays(w=[1.5, 1.75, 0.25, 0.75, 1.0, 0.0, 0.0, 0.0])
     arrived = sent(new, known, LEAST)
@@ -37,8 +37,8 @@ def test_entries_that_change_by_no_more_than_the_least_stay_as_they_were():
     ("changed", "size", "exact"),
     [(0, 0, False), (1, 8, False), (3, 24, False), (4, 32, True), (5, 32, True), (8, 32, True)],
 )
-def test_an_array_goes_whole_where_that_is_no_longer(changed, size, exact):
-    """Of eight numbers in 32 bytes: index and value take 8 each, so four or more go whole, and exactly."""
+def test_an_array_is_sent_whole_if_that_is_not_longer(changed, size, exact):
+    """Eight numbers take 32 bytes, index and value 8: with four or more changes the array is sent whole."""
     known, new = torch.zeros(8), torch.full((8,), 0.25)
     new[:changed] = 2.0
     arrived = sent({"w": new}, {"w": known}, LEAST)
@@ -46,8 +46,8 @@ def test_an_array_goes_whole_where_that_is_no_longer(changed, size, exact):
     assert arrived.arrays["w"].tolist() == [2.0] * changed + [0.25 if exact else 0.0] * (8 - changed)
 
 
-def test_each_array_is_by_itself_and_a_new_one_goes_whole():
-    """a: one of four changed, 8 bytes; b: not known, 12; c: of another length, 8."""
+def test_arrays_are_independent_and_new_ones_are_sent_whole():
+    """a: one of four changed, 8 bytes; b: new, 12; c: of another length, 8."""
     known = arrays(a=[0.0, 0.0, 0.0, 0.0], c=[0.0], d=[9.0])
     new = arrays(a=[0.0, 3.0, 0.1, 0.0], b=[0.1, 0.2, 0.3], c=[0.1, 0.2])
     arrived = sent(new, known, LEAST)
@@ -62,7 +62,7 @@ def test_without_a_least_change_all_is_sent():
     assert arrived.arrays is new and arrived.size == 8
 
 
-def test_wide_numbers_cost_what_they_take():
+def test_float64_takes_more_bytes():
     """Float64: 8 + 4 bytes for an entry, 80 for the whole."""
     new = torch.zeros(10, dtype=torch.float64)
     new[3] = 1.0
@@ -70,8 +70,8 @@ def test_wide_numbers_cost_what_they_take():
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN])
-def test_what_is_not_finite_arrives(value):
-    """A change that is not a number is one: or the server would take a client that failed for an idle one."""
+def test_nan_and_infinity_arrive(value):
+    """NaN counts as a change; otherwise a client that failed would look unchanged."""
     new = torch.zeros(8)
     new[2] = value
     arrived = sent({"w": new}, {"w": torch.zeros(8)}, LEAST).arrays["w"]
@@ -82,7 +82,7 @@ def test_what_is_not_finite_arrives(value):
 
 
 def sparse(new, known, least):
-    """One vector at an end that knows another, an entry at a time; and its bytes."""
+    """One vector at a receiver that knows another, entry by entry, and its bytes."""
     new, known = new.numpy(), known.numpy()
     entries = [i for i in range(len(new)) if abs(new[i] - known[i]) > np.float32(least)]
     if 8 * len(entries) >= 4 * len(new):
@@ -99,7 +99,7 @@ def fedmatch(**settings):
 
 
 def test_both_ends_of_fedmatch_have_what_was_sent():
-    """Four rounds of all clients, each vector compared entry by entry with what the other end knows.
+    """Four rounds of all clients, each vector compared entry by entry with the known one.
 
     Down: against what the client held after its last round; new names whole. Up: against the message as it
     arrived. Held from then on: the message with the update over it. Helpers come in rounds 2 and 4, which
@@ -151,7 +151,7 @@ def test_other_methods_send_everything():
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 def test_a_client_that_failed_drops_out_and_is_not_remembered(bad, monkeypatch, caplog):
-    """In round 2 of 3 client 2 ends in values that are not finite: it drops out, and holds what it held."""
+    """In round 2 of 3 the update of client 2 is not finite: it drops out, and its known arrays stay."""
     method, here, failing = fedmatch(), small.simulator(), "client 2"
     plain = here._on_cores
 
@@ -175,8 +175,8 @@ def test_a_client_that_failed_drops_out_and_is_not_remembered(bad, monkeypatch, 
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5])
-def test_a_run_with_sparse_messages_goes_on_exactly(rounds, without_residuals, tmp_path):
-    """Cut after any round: what clients are known to hold is kept with the rest."""
+def test_a_run_with_sparse_messages_resumes_exactly(rounds, without_residuals, tmp_path):
+    """Interrupted after any round; the arrays that clients hold are saved too."""
     words = [*without_residuals, "method=fedmatch", "rounds=6", "clients_per_round=6"]
     words += ["method.helper_rounds=2", "method.least_change=0.01", "method.lr=0.02"]
     assert small.call("run", *words, "--out", tmp_path / "whole")[0] == 0

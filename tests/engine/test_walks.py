@@ -11,7 +11,7 @@ from fedhassle.method import Client, Phase, Stream
 
 @given(st.integers(1, 40), st.integers(1, 17), st.integers(1, 4), st.integers(0, 99))
 def test_walks_by_epochs(n, batch, epochs, seed):
-    """Each epoch shows every sample, the surplus being the start of its own shuffle once more."""
+    """Each epoch contains every sample, and is filled up from its start."""
     per_epoch = -(-n // batch)
     walk = epochs_walk(n, batch, epochs * per_epoch, np.random.default_rng(seed))
     assert walk.tolist() == order_of_epochs(n, batch, epochs, np.random.default_rng(seed))
@@ -35,7 +35,7 @@ def test_walks_end_to_end(n, batch, steps, seed):
 
 @given(st.integers(1, 500), st.integers(1, 128), st.integers(1, 10))
 def test_the_length_of_a_phase(n, batch, epochs):
-    """Ruling 7: ⌈n/B⌉ steps an epoch, so that 278 labels make 3 steps of 128."""
+    """Ruling 7: ⌈n/B⌉ steps per epoch; 278 labels are 3 steps of 128."""
     walk = Stream("labelled", batch)
     assert Phase("p", (walk,), (), epochs=epochs).length(Client("k", n, 3)) == epochs * int(
         np.ceil(n / batch)

@@ -13,11 +13,11 @@ from fedhassle.methods import METHODS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DATA = small.dataset(channels=3, flip=True, crop=2)
-CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # of a step on two devices
-SAME = 1e-5  # of a step made in two ways on one device
-# Every sample counts, so that none is at a threshold, and terms are seen beside the rounding of a device.
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # tolerance of a step on two devices
+SAME = 1e-5  # tolerance of a step run in two ways on one device
+# No sample is near a threshold, and each term exceeds the rounding errors of a device.
 STRONG = {
-    "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts where there is no distance
+    "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts at distance 0
     "mixmatch": {"weight": 75.0},
     "fixmatch": {"confidence": 0.1},
     "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0},
@@ -26,7 +26,7 @@ STRONG = {
     "fixmatch-global": {"confidence": 0.1},
     "sage": {"confidence": 0.1},
 }
-# The weight of each term, and the kinds of clients that have it. That it is seen: `test_every_method`.
+# The weight of each term, and the kinds of clients that have it; checked in `test_every_method`.
 TERMS = [
     ("fedprox", "mu", ("full", "partial")),
     ("mixmatch", "weight", ("partial",)),
@@ -41,21 +41,21 @@ TERMS = [
 
 
 def on(device: torch.device, labelled=range(20), unlabelled=range(40, 61), name="ann") -> Site:
-    """A client whose data lie on a device."""
+    """A client with its data on a device."""
     here = small.site(DATA, labelled=labelled, unlabelled=unlabelled, name=name)
     samples = Samples(*(value.to(device) for value in here.samples))
     return Site(here.client, samples, dataset_views(DATA, device))
 
 
 def of_each_kind(device: torch.device) -> list[Site]:
-    """A partial, a full and an unlabelled client of a batch each."""
+    """A partial, a full and an unlabelled client, with one batch each."""
     return [on(device), on(device, range(30), (), "ben"), on(device, (), range(60, 90), "eve")]
 
 
 def made(name, build, steps=1, lr=0.01):
-    """A method that makes so many steps; seven classes give a bias of odd length before BatchNorm's gains.
+    """A method with `steps` steps; seven classes give a bias of odd length before BatchNorm's gains.
 
-    FedMatch multiplies its loss by ten: at a tenth of the rate its steps and their rounding are as large.
+    FedMatch multiplies its loss by ten, so it gets a tenth of the learning rate.
     """
     lr /= 10 if name == "fedmatch" else 1
     short = {"hassle": {"residual_steps": steps}, "central": {"steps": steps}}
@@ -66,7 +66,7 @@ def made(name, build, steps=1, lr=0.01):
 
 @cache
 def after_a_round(method):
-    """The state after a round of each kind of client on the CPU, and what each keeps."""
+    """The state after one round of all kinds of clients on the CPU, and the arrays that each keeps."""
     state = method.initial(0)
     sites = [site for site in of_each_kind(CPU) if method.phases(site.client, 1)]
     with Engine(CPU).active():
@@ -76,7 +76,7 @@ def after_a_round(method):
 
 
 def second_round(method, device):
-    """What clients on a device train with in round 2: FedMatch has helpers by then, HASSLE older duals."""
+    """Arguments of `train` in round 2, when FedMatch has helpers and HASSLE earlier duals."""
     state, memory = after_a_round(method)
     there = {k: v.to(device) for k, v in state.items()}
     for site in of_each_kind(device):

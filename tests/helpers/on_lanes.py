@@ -16,8 +16,8 @@ def pool(lanes=3, **settings):
 def clients(channels=1, side=small.SIDE):
     """Clients of every kind and of many sizes.
 
-    In two epochs of batches of 8 they make 12 labelled steps; 4 labelled and 10 unlabelled ones; 22
-    unlabelled ones; 2 and 2; 2 and 4. A stretch is ten: there are fewer, as many, and more.
+    In two epochs of batches of 8 they take 12 labelled steps; 4 labelled and 10 unlabelled; 22 unlabelled;
+    2 and 2; 2 and 4: fewer than a stretch of ten, as many, and more.
     """
     data = small.dataset(channels, side, flip=True, crop=2)
     return small.beside(
@@ -30,7 +30,7 @@ def clients(channels=1, side=small.SIDE):
 
 
 def assert_same(found, expected):
-    """The same update and memory bit for bit, names in the same order."""
+    """Asserts equal updates and states, bit for bit, with names in the same order."""
     (update, kept), (other, memory) = found, expected
     assert update.client == other.client and update.samples == other.samples
     for mine, its in ((update.arrays, other.arrays), (update.losses, other.losses), (kept, memory)):
@@ -40,7 +40,7 @@ def assert_same(found, expected):
 
 
 def assert_lanes_train_as_eagerly(made, method, sites, rounds=2):
-    """Round after round on the same lanes; what clients are sent and keep is left alone."""
+    """Asserts that lanes train like eager training, round after round, and do not change their inputs."""
     state, memory = method.initial(0), {}
     for t in range(1, rounds + 1):
         asked = [
