@@ -66,7 +66,7 @@ def numpy_round(state, clients, eta, gamma, lam, tau, delta, with_residual):
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_three_rounds_of_algorithm_1_by_hand(with_residual):
-    """Three clients whose data is one batch: every model takes one step a round, momentum does not show.
+    """Three clients whose data is one batch: every model takes one step per round, so momentum has no effect.
 
     With a batch of n the one epoch is one step over all n samples. A residual takes one step as well, and
     its batch of n holds each sample once. The three rounds pass through Eq. 5 (round 1) and Eq. 11.

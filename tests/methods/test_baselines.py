@@ -1,4 +1,4 @@
-"""The rival methods' losses and merges against a literal transcription in float64 NumPy, by gradients too."""
+"""Losses, gradients and merges of the baselines against a literal transcription in float64 NumPy."""
 
 import itertools
 from decimal import Decimal
@@ -79,7 +79,7 @@ def pictures(rng, n=B):
 
 
 def middle(z):
-    """A confidence that about half the samples reach, the middle one exactly."""
+    """A confidence that about half the samples reach, one of them exactly."""
     return float(np.sort(softmax(z).max(1))[len(z) // 2])
 
 
@@ -99,7 +99,7 @@ class World:
         self.unlabelled = batch(nothing(ratio * B), self.weak, self.strong)
 
     def descended(self, method, loss, *batches):
-        """The value and the gradient of a loss by w, of a client that was sent another."""
+        """The value of a loss and its gradient by w, for a client that received another vector."""
         known = as_models(tensors(w=self.sent), method.networks())
         return gradient(lambda leaf: loss({"w": known["w"].at(leaf)}, known, *batches), self.w)
 
@@ -135,7 +135,7 @@ def test_sharpening_is_a_power_that_is_normalised():
     np.testing.assert_allclose(losses.sharpen(p, 1.0).numpy(), p.numpy(), rtol=1e-13)
 
 
-def test_sharpening_hard_is_a_choice_and_not_nan():
+def test_strong_sharpening_gives_no_nan():
     """T = 0.01: of four equal ones each stays ¼; of 0.3 and 0.2 the first wins by (3/2)^100."""
     p = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.3, 0.2, 0.2, 0.3]])
     expected = [[0.25, 0.25, 0.25, 0.25], [0.5, 0.0, 0.0, 0.5]]
@@ -186,7 +186,7 @@ def plain_descent(w, gradients, lr, momentum=0.9):
 
 
 def clean(data, rows):
-    """Images as training sees them, which neither flips nor crops them: (pixel/255 − ½)/¼."""
+    """Normalised images, without flips and crops: (pixel/255 − ½)/¼."""
     return ((data.x_train[rows] / 255 - 0.5) / 0.25).transpose(0, 3, 1, 2)
 
 
@@ -216,8 +216,8 @@ def test_fixmatch_that_is_never_sure_is_a_plain_loop_on_labels():
 
 
 @pytest.mark.parametrize("kind", [FixMatch, MixMatch, FixMatchGlobal, Sage])
-def test_a_pass_over_the_unlabelled_data_is_an_epoch_of_fixmatch_and_its_kin(kind):
-    """⌈70/(ratio·8)⌉ steps each; all that it trained on counts, n_L + n_U."""
+def test_a_pass_over_the_unlabelled_data_is_an_epoch_of_fixmatch_and_variants(kind):
+    """⌈70/(ratio·8)⌉ steps each; all samples count, n_L + n_U."""
     method = kind(NET, batch=8, epochs=3)
     (both,) = method.phases(PARTIAL, 1)
     assert both.length(PARTIAL) == 3 * (9 if kind is MixMatch else 5)
@@ -381,7 +381,7 @@ def test_mixmatch_mixes_all_samples_and_sharpens_its_guesses(share, rng):
 
 
 def test_mixmatch_guesses_by_statistics_and_trains_in_one_pass(rng):
-    """Guesses in evaluation mode move nothing; the mixed images are normalised, and counted, all at once."""
+    """Guesses in evaluation mode change nothing; all mixed images are normalised in one batch."""
     world, (w, statistics) = World(rng, ratio=1), normed_vector(rng)
     draw = np.concatenate([[0.35], rng.permutation(3 * B)])
     value, images, _ = mixmatch(
@@ -405,7 +405,7 @@ def test_mixmatch_draws_a_share_and_an_order_for_each_step():
 
 
 def test_the_weight_of_mixmatch_grows_with_the_rounds():
-    """By t/T, and no further than the whole; without T (a method by itself) it is there at once."""
+    """By t/T, up to the full weight; without T it is full from the start."""
     state = {"w": NET.initial(0)}
     sent = [MixMatch(NET, rounds=8).message(state, PARTIAL, t) for t in (1, 4, 8, 9)]
     assert [message["ramp"].tolist() for message in sent] == [[0.125], [0.5], [1.0], [1.0]]
@@ -414,7 +414,7 @@ def test_the_weight_of_mixmatch_grows_with_the_rounds():
 
 
 @pytest.mark.parametrize(("weights", "counts"), [("labels", (90, 10)), ("samples", (90, 90))])
-def test_mixmatch_takes_means_by_labels_or_by_all_that_trained(weights, counts, rng):
+def test_mixmatch_weighs_means_by_labels_or_by_all_samples(weights, counts, rng):
     """A full client of 90 and a partial one that trained on 10 labels and 80 others."""
     vectors = [vector(rng) for _ in range(2)]
     clients, trained = (Client("a", 90, 0), Client("b", 10, 80)), (90, 90)
@@ -439,7 +439,7 @@ def test_fedmatch_begins_with_psi_as_a_share_of_the_kernels_of_sigma():
 
 
 def test_sigma_descends_ten_times_the_cross_entropy_of_sigma_plus_psi(world, rng):
-    """10·ℓ(f(x; σ + ψ), y), by σ, whether the client has unlabelled data or not."""
+    """10·ℓ(f(x; σ + ψ), y), by σ, with or without unlabelled data."""
     psi, sent = vector(rng), vector(rng)
     method = FedMatch(NET)
     known = as_models(tensors(sigma=world.sent, psi=sent), method.networks())
@@ -504,7 +504,7 @@ def psi_by_hand(world, sigma, psi, helpers, sure):
 @pytest.mark.parametrize("alone", [False, True], ids=["beside sigma", "alone"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
-    """The confidence asked for is that of one of the samples, to the bit: it counts."""
+    """The threshold is exactly the confidence of one sample, which counts."""
     psi, helpers = vector(rng), [vector(rng) for _ in range(count)]
     sigma = world.sent if alone else world.w
     z = f(world.weak, sigma + psi)
@@ -536,8 +536,8 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
     )
 
 
-def test_where_nothing_is_sure_psi_is_left_to_its_norms(world, rng):
-    """No division by no samples: 10⁻⁴·|ψ|₁ + 10·‖σ − ψ‖² are left, with their gradient."""
+def test_without_confident_samples_only_the_norms_move_psi(world, rng):
+    """No division by zero: 10⁻⁴·|ψ|₁ + 10·‖σ − ψ‖² remain, with their gradient."""
     psi = vector(rng)
     value, by_hand, _ = psi_by_hand(world, world.w, psi, [], 1.0)
     method = FedMatch(NET, confidence=1.0, **AUTHORS_WEIGHTS)
@@ -701,13 +701,13 @@ def test_helpers_are_the_nearest_by_their_outputs(settings, client, expected):
 
 
 def test_equally_near_helpers_do_not_depend_on_the_order_of_the_state():
-    """A state that was read from a checkpoint has its names sorted; in the run they were as clients came."""
+    """A state read from a checkpoint has sorted names; in a run they are in the order of the clients."""
     outputs = {f"output of {name}": torch.tensor([0.0, 1.0]) for name in "cba"}
     method = FedMatch(NET, helpers=1)
     assert method.nearest(outputs, "a") == method.nearest(dict(sorted(outputs.items())), "a")
 
 
-def test_helpers_travel_every_tenth_round_alone():
+def test_helpers_are_sent_only_every_tenth_round():
     method, state = FedMatch(NET), fedmatch_state()
     sent = [t for t in range(1, 31) if len(method.message(state, Client("a", 3, 9), t)) > 2]
     assert sent == [10, 20, 30]
@@ -746,7 +746,7 @@ def test_rscfed_follows_the_sharpened_teacher_on_another_view(world):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9, 998, 999, 1000, 20_000])
-def test_the_teacher_keeps_ever_more_of_itself(steps, rng):
+def test_the_teacher_moves_in_ever_smaller_steps(steps, rng):
     """Teacher ← k·teacher + (1 − k)·w with k = min(1 − 1/(s + 1), 0.999), statistics as well; s ← s + 1."""
     (w, s), (v, r) = normed_vector(rng), normed_vector(rng)
     student, teacher = (Model(NORMED, *tensors(a=a, b=b).values()) for a, b in ((w, s), (v, r)))
@@ -758,8 +758,8 @@ def test_the_teacher_keeps_ever_more_of_itself(steps, rng):
     assert new["steps"].tolist() == [steps + 1]
 
 
-def test_a_teacher_stays_with_its_client_and_goes_on_counting():
-    """One step a round: after the first the teacher is w₁ (k = 0), after the second (w₁ + w₂)/2 (k = ½)."""
+def test_a_teacher_stays_with_its_client_and_keeps_its_count():
+    """One step per round: after the first the teacher is w₁ (k = 0), after the second (w₁ + w₂)/2 (k = ½)."""
     method = RSCFed(small.net(), batch=32, epochs=1, lr=0.5, unlabelled_lr=0.5, consistency_weight=5.0)
     here = small.site(unlabelled=range(20))
     message = method.initial(0)
@@ -809,7 +809,7 @@ def consensus_by_hand(vectors, clients, boost=6, beta=(100, 10_000), boost_mean=
 
 
 def scattered(rng, n, spread=0.05):
-    """Vectors of the network with BatchNorm, about as far apart as clients end."""
+    """Vectors of the network with BatchNorm, about as far apart as those of clients."""
     base = np.concatenate(normed_vector(rng))
     padding = base == 0
     return [np.where(padding, 0, base + spread * rng.normal(size=base.size)) for _ in range(n)]
@@ -848,7 +848,7 @@ def test_the_boost_and_the_strengths_are_settings(rng):
 
 
 def test_rscfed_takes_the_mean_over_random_subsets(rng):
-    """Three draws of five out of eight without replacement, from the generator that merging is handed."""
+    """Three draws of five out of eight without replacement, from the generator of the merge."""
     clients = [Client(str(k), 10 * (k % 3 == 0), 30 + k) for k in range(8)]
     vectors = scattered(rng, 8)
     updates = [update(c, w=v) for c, v in zip(clients, vectors, strict=True)]
@@ -890,7 +890,7 @@ def test_the_distance_of_networks_is_a_sum_over_tensors(rng):
 
 @pytest.mark.parametrize(("steps", "expected"), [(7, 7), (None, 32)])
 def test_the_central_reference_makes_the_steps_of_a_round(steps, expected):
-    """Else those of its epochs: 4·⌈1000/128⌉."""
+    """Without a number of steps it takes those of its epochs: 4·⌈1000/128⌉."""
     everyone = Client("all", 1000, 0)
     (phase,) = Central(NET, epochs=4, steps=steps).phases(everyone, 1)
     assert phase.length(everyone) == expected

@@ -53,9 +53,9 @@ IDLE_UNLABELLED = "fedmatch, unlabelled idle"  # as it is by default
 @pytest.mark.parametrize("labels", PAPER)
 @pytest.mark.parametrize("name", [*METHODS, IDLE_UNLABELLED])
 def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
-    """Twenty clients of about twenty samples, eight a round: something moves, and all of it stays finite.
+    """Twenty clients of about twenty samples, eight per round: models change and stay finite.
 
-    The layouts take turns with the kinds of split.
+    The layouts alternate between the kinds of split.
     """
     method = made("fedmatch", unlabelled=False) if name == IDLE_UNLABELLED else made(name)
     kind = list(SPLIT_KINDS)[list(PAPER).index(labels) % len(SPLIT_KINDS)]
@@ -83,7 +83,7 @@ IDLE = {  # by hand, from what the methods say of themselves, with the settings 
 
 
 @EVERY
-def test_the_kinds_of_clients_that_it_has_no_use_for_are_logged_once(name, caplog):
+def test_the_kinds_of_clients_that_it_does_not_use_are_logged_once(name, caplog):
     short = {"residual_steps": 1} if name == "hassle" else {}
     method = METHODS[name](net=small.net(), batch=32, epochs=1, **short)
     parts = pooled(small.SPLIT) if method.pooled else small.SPLIT
@@ -99,7 +99,7 @@ def test_the_kinds_of_clients_that_it_has_no_use_for_are_logged_once(name, caplo
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_client_that_holds_nothing_is_not_asked(name):
-    """A split in a file may have one; a walk over no samples cannot be drawn."""
+    """A split in a file may contain one; no batch can be drawn from it."""
     method = made(name)
     assert not takes_part(method, Client("nobody", 0, 0), 1)
     assert takes_part(method, Client("someone", 1, 1), 1)
@@ -107,7 +107,7 @@ def test_a_client_that_holds_nothing_is_not_asked(name):
 
 @pytest.mark.parametrize("name", ["fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"])
 def test_a_confidence_is_from_0_to_1(name):
-    """With 95 it would learn from no unlabelled sample at all, and say nothing."""
+    """With 95 it would silently learn from no unlabelled sample."""
     for value in (0.0, 0.95, 1.0):
         assert made(name, confidence=value).confidence == value
     for value in (95.0, 1.001, -0.1, float("nan")):
@@ -115,7 +115,7 @@ def test_a_confidence_is_from_0_to_1(name):
             made(name, confidence=value)
 
 
-def test_every_method_calls_its_least_confidence_so():
+def test_every_method_calls_its_threshold_confidence():
     having = {name for name in METHODS if hasattr(METHODS[name], "confidence")}
     assert having == {"fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"}
     assert not any("threshold" in field.name for one in METHODS.values() for field in dataclasses.fields(one))
@@ -199,7 +199,7 @@ CLIENTS = {"full": Client("f", 40, 0), "partial": Client("p", 10, 70), "unlabell
 
 
 def written(phase):
-    """A phase in the words of the table."""
+    """A phase as a line of the table."""
     streams = [" ".join([stream.part, str(stream.batch), *stream.views]) for stream in phase.streams]
     descents = [(d.train, *(f"{d.sgd._asdict()[key]:g}" for key in SGD_COLUMNS)) for d in phase.descents]
     walk = [f"{value} {word}" for value, word in ((phase.epochs, "epochs"), (phase.steps, "steps")) if value]
@@ -208,7 +208,7 @@ def written(phase):
 
 @pytest.mark.parametrize("words", BLOCKS)
 def test_what_each_kind_of_client_trains_on_and_how(words):
-    """With batches of 8, two epochs and clip=2; rates and ratios are those of each method's own."""
+    """With batches of 8, two epochs and clip=2; rates and ratios are each method's own."""
     name, *changes = words.split()
     changes = ["batch=8", "epochs=2", "clip=2", *changes]
     chosen = resolved(f"method={name}", *(f"method.{change}" for change in changes)).method
@@ -229,15 +229,15 @@ def test_the_phases_of_every_method_are_written_down():
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("fedavg", "fedprox", "hassle")])
 def test_its_steps_on_lanes_are_those_one_by_one(name, count, global_randomness):
-    """Bit for bit, three rounds with what clients keep; the others are in `test_gpu_lanes`."""
+    """Bit for bit, three rounds with client state; the other methods are in `test_gpu_lanes`."""
     method = made(name, epochs=2)
     state = assert_lanes_train_as_eagerly(pool(count), method, clients()[:3], rounds=3)
     assert not small.same(method.model(state), method.model(method.initial(0)))
 
 
 @pytest.mark.parametrize(("name", "weight", "kinds"), TERMS)
-def test_a_device_that_forgets_a_term_would_be_found(name, weight, kinds):
-    """Without it a step of these clients differs by more than the tests on a GPU allow, and of no others."""
+def test_the_gpu_tests_would_notice_a_missing_term(name, weight, kinds):
+    """Without the term a step of these clients, and no others, differs by more than the GPU tests allow."""
     method = made_to_compare(name, small.ConvNet)
     without = dataclasses.replace(method, **{weight: 0.0})
     seen = set()
@@ -251,7 +251,7 @@ def test_a_device_that_forgets_a_term_would_be_found(name, weight, kinds):
     assert seen == {*kinds}
 
 
-def test_a_device_that_forgets_helpers_would_be_found():
+def test_the_gpu_tests_would_notice_missing_helpers():
     fedmatch = made_to_compare("fedmatch", small.ConvNet)
     for method, site, message, *rest in second_round(fedmatch, small.CPU):
         alone = {k: v for k, v in message.items() if not k.startswith("helper")}
@@ -277,7 +277,7 @@ def run(request, without_residuals, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_run_that_is_cut_ends_in_the_same_bits(rounds, run, tmp_path):
+def test_an_interrupted_run_ends_in_the_same_bits(rounds, run, tmp_path):
     name, words, whole = run
     small.cut(words, tmp_path / "run", rounds)
     assert call("resume", tmp_path / "run")[0] == 0
@@ -285,8 +285,8 @@ def test_a_run_that_is_cut_ends_in_the_same_bits(rounds, run, tmp_path):
     assert bool(small.kept_by(whole)) == (name in TEACHERS | SPARSE)
 
 
-def test_its_model_predicts_what_the_evaluation_said(run, images):
-    """Of clients by themselves it said the mean of their accuracies."""
+def test_its_saved_model_has_the_reported_accuracy(run, images):
+    """For `local` it is the mean of the accuracies of the clients."""
     name, _, folder = run
     with np.load(images) as file:
         x, y = file["x_test"], file["y_test"]
@@ -306,8 +306,8 @@ def test_its_model_predicts_what_the_evaluation_said(run, images):
     np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-5)
 
 
-def test_its_model_is_no_larger_than_what_predicts(run):
-    """Nothing that the server remembers of single clients, and nothing of rounds past, but for HASSLE's."""
+def test_its_saved_model_contains_only_what_prediction_needs(run):
+    """No arrays of single clients and of earlier rounds, except HASSLE's duals."""
     name, _, folder = run
     expected = {
         "fedmatch": {"sigma", "psi"},
@@ -317,7 +317,7 @@ def test_its_model_is_no_larger_than_what_predicts(run):
     assert tensors_of(folder / "model.safetensors").keys() <= expected.get(name, {"w"})
 
 
-def test_what_a_method_leaves_open_is_the_runs():
+def test_settings_that_a_method_leaves_open_come_from_the_run():
     """`central` takes its steps from the run, `mixmatch` its rounds, unless they are given."""
 
     def made(*words):
@@ -333,7 +333,7 @@ def test_what_a_method_leaves_open_is_the_runs():
     assert made("method=central", "method.steps=3").for_run(30, 5).steps == 3
 
 
-def test_a_field_that_is_called_as_a_runs_is_the_methods_own():
+def test_a_field_with_the_name_of_a_run_setting_is_not_filled_in():
     @dataclasses.dataclass(frozen=True)
     class Limited(FedAvg):
         steps: int | None = None  # no limit
@@ -343,8 +343,8 @@ def test_a_field_that_is_called_as_a_runs_is_the_methods_own():
 
 
 @pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "steps", 3)])
-def test_a_run_fills_in_what_a_method_leaves_open(name, field, value, without_residuals, tmp_path):
-    """Four rounds, four clients of six a round; 3 + 1 + 1 batches of labels, 4/6 of which are 3."""
+def test_a_run_fills_in_open_settings(name, field, value, without_residuals, tmp_path):
+    """Four rounds, four of six clients per round; 3 + 1 + 1 batches of labels, 4/6 of which are 3."""
     small.cut([*without_residuals, f"method={name}"], tmp_path / "run", 1)
     assert getattr(reopen(tmp_path / "run").method, field) == value
 
@@ -380,15 +380,15 @@ def test_a_wrong_number_is_an_error_that_names_the_setting(name, field):
 
 
 @EVERY
-def test_a_slip_in_its_name_is_answered_with_the_right_one(name):
+def test_a_typo_in_its_name_suggests_the_right_one(name):
     for slip in (name[:-1], name.upper()):
         with pytest.raises(UserError, match=f"unknown method '{slip}', did you mean '{name}'"):
             resolved(f"method={slip}")
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("central", "local")])
-def test_its_first_line_says_what_becomes_of_unlabelled_clients(name):
-    """It is what `fedhassle methods` shows."""
+def test_its_first_line_mentions_unlabelled_clients(name):
+    """`fedhassle methods` prints it."""
     first = METHODS[name].__doc__.splitlines()[0]
     assert "unlabelled" in first
     assert first.endswith(".") and len(first) <= 110 and first in call("methods")[1]

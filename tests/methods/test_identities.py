@@ -59,7 +59,7 @@ def test_hassle_without_gra_and_mpa_has_fedavgs_supervised_model():
 
 @pytest.mark.parametrize("part", ["gra", "mpa"])
 def test_each_half_of_suma_changes_something(part):
-    """GRA alone leaves w_S as FedAvg's and moves SM; MPA alone moves w_S (its γ made large to show)."""
+    """GRA alone leaves w_S equal to FedAvg's and changes SM; MPA alone changes w_S (with a large γ)."""
     plain = small.simulate(hassle(gra=False, mpa=False), 2)[-1].state
     state = small.simulate(hassle(gra=part == "gra", mpa=part == "mpa", gamma=0.1), 2)[-1].state
     assert torch.equal(state["w_S"], plain["w_S"]) == (part == "gra")
@@ -179,7 +179,7 @@ def test_the_older_dual_waits_until_its_residual_is_trained_again():
 
 
 def test_a_client_labels_with_the_logits_of_the_global_supervised_model():
-    """Eq. 11's logits are SM's: what a client is sent is enough to compute them."""
+    """Eq. 11's logits are SM's: the message is enough to compute them."""
     method, x = hassle(), images()
     state = small.simulate(method, 2)[-1].state
     for client in (Client("p", 3, 9), Client("u", 0, 9)):
@@ -227,7 +227,7 @@ def test_no_residual_is_sent_while_none_is_trained(target):
 
 
 class Witness(dict):
-    """A mapping that remembers what was read."""
+    """A mapping that records the names that are read."""
 
     def __init__(self, known):
         super().__init__(known)

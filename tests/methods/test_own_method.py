@@ -1,4 +1,4 @@
-"""A method of one's own, named by its import path."""
+"""A custom method, named by its import path."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ METHOD = """
 """
 
 
-def test_a_method_of_ones_own_has_its_fields_as_settings(module, images):
+def test_a_custom_method_has_its_fields_as_settings(module, images):
     module("own_ridge", METHOD.format(field=""))
     words = {**small.SETTINGS, "data": str(images), "method": "own_ridge:Ridge", "method.strength": 0.5}
     settings = resolve(request("quick", words))
@@ -77,7 +77,7 @@ def test_a_method_of_ones_own_has_its_fields_as_settings(module, images):
         resolved("method=own_ridge:Ridge", "method.strength=much")
 
 
-def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
+def test_a_custom_method_trains_to_the_end(module, images, tmp_path):
     module("own_trained", METHOD.format(field=""))
     words = {**small.SETTINGS, "data": str(images), "method": "own_trained:Ridge", "rounds": 1, "threads": 1}
     result = fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
@@ -108,7 +108,7 @@ def test_a_method_of_ones_own_trains_to_the_end(module, images, tmp_path):
         ),
     ],
 )
-def test_a_phase_that_cannot_be_made_says_why(right, wrong, message, module, images, tmp_path):
+def test_errors_of_phases(right, wrong, message, module, images, tmp_path):
     text = METHOD.format(field="")
     assert right in text
     name = f"own_phase_{len(right)}_{len(wrong)}"
@@ -133,7 +133,7 @@ def test_a_phase_that_cannot_be_made_says_why(right, wrong, message, module, ima
         ("own_wrong:Ridge:Ridge", "cannot be imported"),
     ],
 )
-def test_a_wrong_import_path_says_what_is_wrong(name, message, module):
+def test_errors_of_import_paths(name, message, module):
     module("own_wrong", METHOD.format(field=""))
     module("own_syntax", "def x(:")
     module("own_raises", "1 / 0")
@@ -198,7 +198,7 @@ FORGOTTEN = """
         ("Names", r"modes is a dict of predictions and what each is, got \('model',\)"),
     ],
 )
-def test_what_looks_like_a_field_and_is_none_is_refused(name, message, module):
+def test_attributes_that_look_like_fields_are_refused(name, message, module):
     """A subclass that forgot the decorator, or a type, inherits its parent's fields as they are.
 
     And modes without what they are would be missed when the run is summed up.
@@ -208,7 +208,7 @@ def test_what_looks_like_a_field_and_is_none_is_refused(name, message, module):
         resolved(f"method=own_loose:{name}")
 
 
-def test_what_a_subclass_may_well_do_without_a_decorator(module):
+def test_a_subclass_without_new_fields_needs_no_decorator(module):
     module("own_fine", METHOD.format(field="") + FORGOTTEN)
     assert resolved("method=own_fine:Fine").method.settings["strength"] == 0.01
     assert resolved("method=own_fine:Slots").method.settings["strength"] == 0.5
@@ -244,7 +244,7 @@ def test_predictions_that_cannot_be_evaluated_are_refused_before_anything_trains
         fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
 
 
-def test_what_ones_own_method_refuses_is_a_user_error(module, images):
+def test_a_value_error_of_a_custom_method_is_a_user_error(module, images):
     module("own_refuses", METHOD.format(field=""))
     words = {**small.SETTINGS, "data": str(images), "method": "own_refuses:Ridge", "method.strength": -1}
     with pytest.raises(UserError, match="strength must not be negative, got -1"):
