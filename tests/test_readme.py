@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from fedhassle.cli.main import app
-from fedhassle.cli.options import asked
+from fedhassle.cli.options import parse_request
 from fedhassle.reproduce.experiment import cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE
@@ -45,7 +45,7 @@ def test_a_command_of_the_readme_parses(words):
     with command.make_context(command.name, list(arguments)) as context:
         given = context.params
     if "data_dir" in given and "words" in given:
-        settings = resolve(asked(given["words"], given["data_dir"], given.get("device")))
+        settings = resolve(parse_request(given["words"], given["data_dir"], given.get("device")))
         assert settings.rounds >= 1
 
 
@@ -73,7 +73,7 @@ def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
 def test_the_configuration_of_the_readme_is_one(tmp_path):
     (text,) = blocks("toml")
     (tmp_path / "mine.toml").write_text(text, "utf-8")
-    settings = resolve(asked([str(tmp_path / "mine.toml"), "seed=1"], None, None))
+    settings = resolve(parse_request([str(tmp_path / "mine.toml"), "seed=1"], None, None))
     assert (settings.method.name, settings.method.settings["mu"], settings.split.clients) == (
         "fedprox",
         0.01,

@@ -95,7 +95,7 @@ def node(
     require(device in ("auto", "cpu", "cuda"), f"--device is auto, cpu or cuda, got {device!r}")
     folder = federation_folder(federation)
     agreement, site = read_agreement(folder.agreement), site_name(folder, name)
-    with terminal.shown_progress(console) as progress:
+    with terminal.progress_bar(console) as progress:
         key = folder.site_key(site)
         checks = preflight(agreement, folder.ca, key, data, labels, expected, progress)
     show_checks(checks)

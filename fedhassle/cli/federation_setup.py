@@ -183,7 +183,7 @@ def join(
     require(same.ok, f"{same.said}: {same.advice}")
     key, public = folder.site_key(name), folder.site_public(name)
     authority = certificate_fingerprint(folder.ca)
-    with terminal.shown_progress(console) as progress:
+    with terminal.progress_bar(console) as progress:
         found = survey(data, agreement.data.form, labels, progress)
     show_survey(found, FEW, console)
     kept = site_key(key, public, name)

@@ -9,7 +9,8 @@ import pytest
 from small import call, process
 
 from fedhassle.cli.main import guarded
-from fedhassle.cli.options import asked, names_and_changes
+from fedhassle.cli.options import parse_request
+from fedhassle.cli.reproduce import names_and_changes
 from fedhassle.runs import launch
 from fedhassle.settings.request import request
 
@@ -179,14 +180,16 @@ def test_resuming_what_is_no_run_ends_with_code_2(folder, tmp_path):
 
 def test_a_data_folder_may_have_any_name():
     for name in ("plain", "with space", 'quo"te', "back\\slash", "émoji 😀"):
-        assert asked(["paper"], Path(name), None).layers[-1] == {"data": {"folder": str(Path.cwd() / name)}}
+        assert parse_request(["paper"], Path(name), None).layers[-1] == {
+            "data": {"folder": str(Path.cwd() / name)}
+        }
 
 
 def test_a_file_of_settings_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
     """Wherever words are files and settings: KEY=VALUE is what does not end in .toml."""
     monkeypatch.chdir(tmp_path)
     Path("alpha=1.toml").write_text("rounds = 7")
-    requested = asked(["alpha=1.toml", "seed=3"], None, None)
+    requested = parse_request(["alpha=1.toml", "seed=3"], None, None)
     assert [*requested.layers] == [{"rounds": 7}, {"seed": 3}]
     assert names_and_changes(["alpha=1.toml", "seed=3"], None) == (["alpha=1.toml"], ["seed=3"])
 

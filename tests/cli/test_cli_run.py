@@ -26,7 +26,7 @@ def test_a_run_prints_plain_lines_then_a_table_and_its_files(finished):
     folder, out = finished
     assert "\x1b" not in out and "\r" not in out  # no terminal
     lines = out.splitlines()
-    assert lines[0].startswith("hassle on small.npz: 6 clients, 4 a round, 4 rounds, on cpu")
+    assert lines[0].startswith("hassle on small.npz: 6 clients, 4 per round, 4 rounds, on cpu")
     assert str(folder) in lines[0]
     rounds = [line for line in lines if line.startswith("round ")]
     for line, metrics in zip(rounds, metrics_of(folder), strict=True):

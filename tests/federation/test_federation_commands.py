@@ -208,7 +208,7 @@ def test_a_method_of_ones_own_that_is_not_here_is_named_before_anything_starts(c
     for command in ("server", "run"):
         code, _, err = call("federation", command, coordinator)
         assert code == 2 and "'own_avg:Mine' cannot be imported: ModuleNotFoundError" in one_line(err)
-        assert "start the command in the folder that holds own_avg" in one_line(err)
+        assert "run the command in the folder of own_avg" in one_line(err)
 
 
 def test_what_is_started_imports_what_lies_in_the_working_folder(tmp_path, monkeypatch):
