@@ -59,10 +59,7 @@ def check(
 
         form = read_agreement(agreement).data.form
     inside = folder.is_dir() and picture.resolve().is_relative_to(folder.resolve())
-    require(
-        not inside,
-        f"{picture} would become one of the images in {folder}: choose another --picture",
-    )
+    require(not inside, f"{picture} would become one of the images in {folder}: choose another --picture")
     with progress_bar(console) as progress:
         found = survey(folder, form, labels, progress)
     show_survey(found, None if show_all else FEW, console)

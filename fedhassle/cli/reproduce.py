@@ -67,7 +67,7 @@ def reproduce(
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Make tables and figures of the paper; without a NAME, list them.
+    """Make the paper's tables and figures; list them without a NAME.
 
     Finished runs are never repeated, interrupted runs continue, and several processes can share a ledger.
     """
@@ -104,11 +104,11 @@ def report(
     rounds: Rounds = None,
     results: Results = Path("results"),
 ) -> None:
-    """Write a report of the paper's tables and figures from the finished runs.
+    """Write a report of the paper's tables and figures.
 
-    The HTML page works offline and shows our figures beside the paper's; Markdown, CSV and LaTeX hold the
-    tables. In a Markdown file that you wrote, only the text between <!-- NAME --> and <!-- /NAME --> is
-    replaced.
+    It shows the finished runs beside the paper's figures. The HTML page works offline; Markdown, CSV and
+    LaTeX hold the tables. In a Markdown file that you wrote, only the text between <!-- NAME --> and
+    <!-- /NAME --> is replaced.
     """
     from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
     from fedhassle.reproduce.ledger import Ledger

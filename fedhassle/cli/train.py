@@ -59,7 +59,9 @@ def resume(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of interrupted runs, or folders that contain such folders.")
     ],
-    device: Device = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: the run's).")
+    ] = None,
 ) -> None:
     """Resume runs after a crash, a kill or Ctrl-C."""
     from fedhassle.runs.launch import Loader, reopen
@@ -176,7 +178,7 @@ def compare(
         typer.Option(help="Row of the table to compare the others with (default: the first)."),
     ] = None,
 ) -> None:
-    """Compare finished runs in a table and a picture of their curves.
+    """Compare finished runs: a table, and a plot of their curves.
 
     Runs that differ only in their seed are averaged (mean ± std). Below the table are the differences to the
     first row, seed by seed. Unfinished runs, without a summary.json, are listed and left out.
