@@ -1,23 +1,23 @@
-"""The errors that a user can mend."""
+"""Errors that a user can fix."""
 
 
 class UserError(ValueError):
-    """A setting, file or request that cannot work; its message says what would.
+    """A setting, file or request that cannot work; the message says what would work.
 
-    The command line prints the message alone and ends with exit code 2.
+    The command line prints only the message and ends with exit code 2.
     """
 
 
 class BusyError(UserError):
-    """What another process is at work on."""
+    """Another process is using the file or folder."""
 
 
 class DamagedError(UserError):
-    """A file that can be read, but is not what was written."""
+    """A file that can be read, but whose contents have changed since it was written."""
 
 
 class DivergedError(RuntimeError):
-    """A run that cannot go on: every update of a round held NaN or infinite values."""
+    """A run that cannot continue: every update of a round had NaN or infinite values."""
 
 
 def require(holds: bool, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Things by name: one of ours, or the import path of a user's own; and names in a sentence."""
+"""Names: built-in ones and import paths, hints for misspelt ones, and lists of them in a sentence."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from fedhassle.errors import UserError
 
 
 def nearest(name: str, known: Iterable[str], above: str = "") -> str:
-    """A hint such as “, did you mean 'x'?”, or nothing, whatever the capitals; `above` stands before x."""
+    """Returns a hint such as “, did you mean 'x'?”, ignoring case, or ""; `above` is put before x."""
     lowered = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     return f", did you mean {above + lowered[near[0]]!r}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:
-    """So many things: 1 round, 2 rounds."""
+    """Formats a count with its noun: 1 round, 2 rounds."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def some_of(names: Iterable[str], most: int = 10) -> str:
-    """Names in a sentence, the first of them where there are many: a, b and 3 more."""
+    """Joins names for a sentence, and counts those beyond `most`: a, b and 3 more."""
     known = list(names)
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:
-    """The value of a known name, or what an import path such as `package.module:Name` leads to."""
+    """Returns the value of a known name, or imports a path such as `package.module:Name`."""
     if name in known:
         return known[name]
     if ":" not in name:
-        options = f"known are {', '.join(known)}, or an import path such as my_package.my_module:MyClass"
+        options = f"known: {', '.join(known)}, or an import path such as my_package.my_module:MyClass"
         raise UserError(f"unknown {what} {name!r}{nearest(name, known)} ({options})")
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to mend
+    except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to fix
         said = f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-            said += f"; start the command in the folder that holds {error.name}, or name it in PYTHONPATH"
+            said += f"; run the command in the folder of {error.name}, or add that folder to PYTHONPATH"
         raise UserError(said) from error

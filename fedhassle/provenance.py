@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings: versions and hardware."""
+"""Versions and hardware: the things beside its settings that a result depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedhassle.version import package_version
 
 
 def versions() -> dict[str, str]:
-    """Of what a result depends on."""
+    """Returns the versions of the software that a result depends on."""
     return {
         "fedhassle": package_version(),
         "code": code(),
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def code() -> str:
-    """A hash of this package's source: of a checkout the version says little."""
+    """Returns a hash of this package's source: in a checkout, the version says little."""
     home, found = Path(__file__).parent, hashlib.sha256()
     for path in sorted(home.rglob("*.py")):
         found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -39,7 +39,7 @@ def code() -> str:
 
 
 def own_code(name: str) -> str | None:
-    """A hash of the source file of the module that an import path names; None of what has none."""
+    """Returns a hash of the source file of an import path's module; None if it has no file."""
     if ":" not in name:
         return None
     file = getattr(import_module(name.partition(":")[0]), "__file__", None)
@@ -47,7 +47,7 @@ def own_code(name: str) -> str | None:
 
 
 def hardware(device: torch.device, threads: int) -> dict[str, Any]:
-    """The machine, as far as results and times depend on it."""
+    """Describes the machine, as far as results and run times depend on it."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": device.type,
@@ -60,13 +60,13 @@ def hardware(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
-    """The part of it that decides how long a run takes: the GPU, else the processor and the threads used."""
+    """Returns the part that decides the run time: the GPU, or the processor and its number of threads."""
     return str(hardware["gpu"] or f"{hardware['cpu']}, {counted(hardware['threads'], 'thread')}")
 
 
 @cache
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Returns the name of the processor, if the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What several commands show: lines as they are, and how far the work has come."""
+"""Output that several commands share: plain lines, and a progress bar."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def say(on: Console, line: str) -> None:
-    """A line as it is, whatever it holds and however long it is."""
+    """Prints a line unchanged: no wrapping, markup or highlighting."""
     on.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 @contextmanager
-def shown_progress(on: Console, more_than: int = 0) -> Iterator[Callable[[int, int], None]]:
-    """A bar of images done and images in all: in a terminal, and only where they are more than so many."""
+def progress_bar(on: Console, more_than: int = 0) -> Iterator[Callable[[int, int], None]]:
+    """Shows images done of the total while the block runs: on a terminal, and above `more_than` images."""
     columns = (TextColumn("images"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=on, transient=True, disable=not on.is_terminal)
     task = bar.add_task("", total=None)

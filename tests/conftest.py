@@ -1,4 +1,4 @@
-"""Every test process computes on one thread: sums have one order, and workers do not crowd each other."""
+"""Fixtures. Every test process uses one thread: sums keep their order, and workers do not compete."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+settings.register_profile("patient", deadline=None)  # a slow machine is not a failure
 settings.load_profile("patient")
 
 
@@ -29,7 +29,7 @@ def rng():
 
 @pytest.fixture
 def global_randomness():
-    """Fails the test if it moves the global state of torch or NumPy."""
+    """Fails the test if it changes the global random state of torch or NumPy."""
     before = torch.get_rng_state(), np.random.get_state()[1:3]
     yield
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -39,7 +39,7 @@ def global_randomness():
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Writes an importable module of the user's own, and forgets it afterwards."""
+    """Writes an importable user module, and removes it from sys.modules afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 
@@ -58,7 +58,7 @@ def module(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """A file of 240 small images of four classes."""
+    """An .npz file with 240 small images of four classes."""
     path = tmp_path_factory.mktemp("images") / "small.npz"
     small.save_images(path, small.dataset(train=240))
     return path
@@ -66,7 +66,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def without_residuals(images):
-    """Words of a run that takes a fraction of a second, for any method."""
+    """Settings of a run that takes a fraction of a second, for any method."""
     return [
         f"data={images}",
         *("rounds=4", "clients_per_round=4", "threads=1", "device=cpu", "split.clients=6"),
@@ -77,13 +77,13 @@ def without_residuals(images):
 
 @pytest.fixture(scope="session")
 def words(without_residuals):
-    """The same for HASSLE."""
+    """Settings of such a run of HASSLE."""
     return [*without_residuals, "method.residual_steps=2"]
 
 
 @pytest.fixture(scope="session")
 def finished(words, tmp_path_factory):
-    """The folder of a finished run, and what it printed."""
+    """The folder of a finished run, and its output."""
     folder = tmp_path_factory.mktemp("runs") / "hassle"
     code, out, err = small.call("run", *words, "--out", folder)
     assert (code, err) == (0, "")
@@ -92,7 +92,7 @@ def finished(words, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forked():
-    """Starts commands in processes forked from one that has PyTorch loaded: within milliseconds."""
+    """Starts commands within milliseconds, in forks of a process that has imported PyTorch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedhassle.cli.main", "fedhassle.runs.launch", "fedhassle.runs.live"])
     started = []
@@ -112,13 +112,13 @@ def forked():
 
 @pytest.fixture(scope="session")
 def eight_rounds(words):
-    """Words of a longer run, to be cut."""
+    """Settings of a longer run, to be interrupted."""
     return [*words, "rounds=8"]
 
 
 @pytest.fixture(scope="session")
 def whole(eight_rounds, tmp_path_factory):
-    """The folder of the longer run, never interrupted."""
+    """The folder of the longer run, without interruption."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert small.call("run", *eight_rounds, "--out", folder)[0] == 0
     return folder

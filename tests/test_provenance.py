@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings."""
+"""Versions and hardware that a result depends on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fedhassle.provenance import own_code
 
 
-def test_code_of_ones_own_is_known_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_code_is_the_hash_of_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"class Mine:\n    pass\n"
     (tmp_path / "code_of_mine.py").write_bytes(text)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""What the README says can be done can be done."""
+"""The commands, examples, links and figures of the README are right."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from fedhassle.cli.main import app
-from fedhassle.cli.options import asked
+from fedhassle.cli.options import parse_request
 from fedhassle.reproduce.experiment import cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE
@@ -24,12 +24,12 @@ TEXT = (ROOT / "README.md").read_text("utf-8")
 
 
 def blocks(language):
-    """The fenced blocks of a language."""
+    """Returns the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def commands():
-    """Every `fedhassle …` in a bash block, as the words that a shell would pass."""
+    """Returns every `fedhassle …` in a bash block, split into words as by a shell."""
     lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line and line[0] == "fedhassle"]
@@ -37,7 +37,7 @@ def commands():
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_readme_parses(words):
-    """Options exist, presets exist and settings are valid; nothing trains."""
+    """Options and presets exist and settings are valid; nothing trains."""
     command, arguments = get_command(app), words
     while hasattr(command, "commands"):
         assert arguments and arguments[0] in command.commands, f"no command {' '.join(words)}"
@@ -45,7 +45,7 @@ def test_a_command_of_the_readme_parses(words):
     with command.make_context(command.name, list(arguments)) as context:
         given = context.params
     if "data_dir" in given and "words" in given:
-        settings = resolve(asked(given["words"], given["data_dir"], given.get("device")))
+        settings = resolve(parse_request(given["words"], given["data_dir"], given.get("device")))
         assert settings.rounds >= 1
 
 
@@ -58,7 +58,9 @@ def test_the_readme_shows_every_command():
 def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
     source = blocks("python")[0]
     found = [ast.literal_eval(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
-    sizes = [settings for settings in found if "seed" not in settings]  # a dict of seeds says what varies
+    sizes = [
+        settings for settings in found if "seed" not in settings
+    ]  # a dict with seeds is an argument `vary`
     assert len(sizes) == 2, "the example has other settings"
     for size in sizes:
         rounds = size.get("rounds", read("quick")["rounds"])
@@ -70,10 +72,10 @@ def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out and list(tmp_path.rglob("summary.json"))
 
 
-def test_the_configuration_of_the_readme_is_one(tmp_path):
+def test_the_configuration_of_the_readme_is_valid(tmp_path):
     (text,) = blocks("toml")
     (tmp_path / "mine.toml").write_text(text, "utf-8")
-    settings = resolve(asked([str(tmp_path / "mine.toml"), "seed=1"], None, None))
+    settings = resolve(parse_request([str(tmp_path / "mine.toml"), "seed=1"], None, None))
     assert (settings.method.name, settings.method.settings["mu"], settings.split.clients) == (
         "fedprox",
         0.01,
@@ -88,7 +90,7 @@ def test_pictures_and_links_of_the_readme_exist():
 
 
 def made_by(experiment, name, metric):
-    """The figure of each seed of a cell, from the runs that an experiment in docs/ asks for."""
+    """Returns a metric for each seed of a cell, from the runs of an experiment in docs/."""
     own = read_experiment(str(ROOT / "docs" / experiment))
     (found,) = [
         figure
@@ -99,16 +101,16 @@ def made_by(experiment, name, metric):
 
 
 def rows_of(text):
-    """The rows of tables that hold a mean and a standard deviation."""
+    """Returns the rows of tables with a mean and a standard deviation."""
     return [
         [cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if "±" in line
     ]
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results():
+def test_the_figures_of_the_readme_match_the_results():
     """Mean ± sample standard deviation over the seeds, lowest and highest seed, from the files themselves.
 
-    As long as one of the twenty runs is not made, the README shows none of them.
+    The README shows no figures unless all twenty runs are in the results.
     """
     ledger = Ledger(ROOT / "results")
     runs = [cell.identity for cell in cells(read_experiment(str(ROOT / "docs" / "ten-seeds.toml")))]

@@ -1,4 +1,4 @@
-"""`fedhassle data`: the data sets, and a check of a site's images and labels."""
+"""`fedhassle data`: list the data sets, and check a site's images and labels."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from rich.table import Table
 from fedhassle.cli.options import DataDir
 from fedhassle.errors import require
 from fedhassle.names import counted
-from fedhassle.terminal import say, shown_progress
+from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
     from fedhassle.data.site.folder import Problem
     from fedhassle.data.site.survey import Survey
 
-FEW = 10  # problems and sizes that are shown unless all are wanted
+FEW = 10  # problems and sizes shown by default
 
 console = Console()
 
 
 def check(
-    folder: Annotated[Path, typer.Argument(help="Images: a folder, or an .npz.")],
+    folder: Annotated[Path, typer.Argument(help="A folder of images, or an .npz file.")],
     agreement: Annotated[
         Path | None,
-        typer.Option(help="The federation's file: its classes, size and colours. Else the folder's own."),
+        typer.Option(
+            help="federation.toml, for the agreed classes, size and colours (default: the folder's own)."
+        ),
     ] = None,
-    labels: Annotated[Path | None, typer.Option(help="The label file (else labels.csv in it).")] = None,
-    picture: Annotated[Path, typer.Option(help="Where the picture of examples goes (.png).")] = Path(
-        "check.png"
-    ),
-    show_all: Annotated[bool, typer.Option("--all", help="Name every file with a problem.")] = False,
+    labels: Annotated[
+        Path | None, typer.Option(help="Label file (default: labels.csv in the folder).")
+    ] = None,
+    picture: Annotated[Path, typer.Option(help="Picture of examples to write (.png).")] = Path("check.png"),
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every file with a problem (default: the first 10).")
+    ] = False,
 ) -> None:
     """Check a site's images and labels.
 
-    Counts them per class, says what is wrong with which file, and draws examples. FOLDER holds images
-    (png jpg webp tif bmp gif pgm ppm, in folders or not) and labels.csv with the columns file and label, a
-    blank label meaning none; or a folder for each class and one called unlabelled. It may also be an .npz
-    with x and y, -1 meaning unlabelled. Nothing leaves this machine.
+    Counts the images per class, lists problems by file, and draws examples. FOLDER holds images (png jpg webp
+    tif bmp gif pgm ppm, also in subfolders) and labels.csv with the columns file and label, where a blank
+    label means unlabelled; or a subfolder per class and one named unlabelled. It may also be an .npz file
+    with x and y, where -1 means unlabelled. Nothing leaves this machine.
     """
     from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.contact_sheet import FORMATS, draw_examples
@@ -55,8 +59,8 @@ def check(
 
         form = read_agreement(agreement).data.form
     inside = folder.is_dir() and picture.resolve().is_relative_to(folder.resolve())
-    require(not inside, f"{picture} would count as an image of {folder}: choose another --picture")
-    with shown_progress(console) as progress:
+    require(not inside, f"{picture} would become one of the images in {folder}: choose another --picture")
+    with progress_bar(console) as progress:
         found = survey(folder, form, labels, progress)
     show_survey(found, None if show_all else FEW, console)
     draw_examples(found.site, found.class_names, picture)
@@ -64,7 +68,7 @@ def check(
 
 
 def show_survey(found: Survey, most: int | None, on: Console) -> None:
-    """The tables and lists of a survey; of long lists so many lines."""
+    """Prints the tables and lists of a survey; `most` limits the length of lists."""
     total, labelled = len(found.site.y), sum(found.counts)
     say(on, f"{counted(total, 'image')}, {labelled:,} labelled ({labelled / total:.0%})")
     on.print(counts_table(found))
@@ -84,19 +88,19 @@ def show_problems(
     most: int | None,
     on: Console,
 ) -> None:
-    """What was done to which images, and which files are not used; of long lists so many lines."""
+    """Lists the conversions of images and the skipped files; `most` limits the length of lists."""
     for what, files in converted:
         say(on, f"converted: {what}: {counted(len(files), 'image')}")
-        for line in first(files, most):
+        for line in shortened(files, most):
             say(on, f"  {line}")
     if skipped:
         say(on, f"skipped: {len(skipped):,}")
-        for line in first([f"{problem.path}: {problem.what}" for problem in skipped], most):
+        for line in shortened([f"{problem.path}: {problem.what}" for problem in skipped], most):
             say(on, f"  {line}")
 
 
 def counts_table(found: Survey) -> Table:
-    """Labelled images per class, and those without a label."""
+    """Returns a table of the labelled images per class, and the unlabelled ones."""
     table = Table()
     table.add_column("class", overflow="fold")
     table.add_column("images", justify="right")
@@ -107,7 +111,7 @@ def counts_table(found: Survey) -> Table:
 
 
 def sizes_line(sizes: Sequence[tuple[tuple[int, int], int]]) -> str:
-    """The most frequent sizes, and between which all of them lie."""
+    """Describes the most frequent image sizes, and the range of all sizes."""
     line = ", ".join(f"{width}×{height} {count:,}" for (width, height), count in sizes[:FEW])
     if len(sizes) <= FEW:
         return line
@@ -116,26 +120,24 @@ def sizes_line(sizes: Sequence[tuple[tuple[int, int], int]]) -> str:
     return f"{line}, and {len(sizes) - FEW:,} more: {between}"
 
 
-def first(lines: Sequence[str], most: int | None) -> list[str]:
-    """The first lines, and how many are left."""
+def shortened(lines: Sequence[str], most: int | None) -> list[str]:
+    """Returns the first lines, and a line that counts the rest."""
     if most is None or len(lines) <= most:
         return list(lines)
     return [*lines[:most], f"… and {len(lines) - most:,} more (fedhassle data check --all shows them)"]
 
 
 def data_list(data_dir: DataDir = None) -> None:
-    """List the data sets, one line each, and whether they are here."""
+    """List the data sets, one line each, and whether they are downloaded."""
     from fedhassle.data.catalogue import CATALOGUE, data_folder
 
     folder = data_folder(data_dir)
     for entry in CATALOGUE.values():
-        here = (
-            "shipped"
-            if not entry.sources
-            else "here"
-            if (folder / f"{entry.name}.npz").exists()
-            else "to download"
-        )
+        downloaded = "here" if (folder / f"{entry.name}.npz").exists() else "to download"
+        here = downloaded if entry.sources else "shipped"
         counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
         say(console, f"{entry.name:12} {counts:38} {here:12} {entry.description}")
-    say(console, f"files lie in {folder}; any .npz with x_train, y_train, x_test, y_test goes by its path")
+    say(
+        console,
+        f"downloads go to {folder}; use your own .npz file (x_train, y_train, x_test, y_test) by path",
+    )

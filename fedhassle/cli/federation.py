@@ -1,4 +1,4 @@
-"""A federation at work: `fedhassle federation server`, `node`, `run` and `status`."""
+"""`fedhassle federation server`, `node`, `run` and `status`: run a federation that is set up."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 console = Console()
 say = partial(terminal.say, console)
 
-Coordinators = Annotated[Path, typer.Argument(help="The federation's folder, at the coordinator.")]
-FEW = 10  # runs that are shown
-STOPPED = 130  # the exit code of a command that Ctrl-C has stopped
+Coordinators = Annotated[Path, typer.Argument(help="Folder of the federation, at the coordinator.")]
+FEW = 10  # runs shown by `status`
+STOPPED = 130  # exit code after Ctrl-C
 
 
 def server(folder: Coordinators = FOLDER) -> None:
-    """Run the federation's server, until Ctrl-C.
+    """Run the server of a federation until Ctrl-C.
 
-    Sites that are admitted may come in, others may not: also those that `admit` and `expel` name while it
-    runs. It listens at the port of federation.toml's address; nothing else needs to be open.
+    Only admitted sites may connect; `admit` and `expel` take effect while the server runs. It listens on the
+    port of the address in federation.toml; no other port needs to be open.
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement
@@ -53,7 +53,7 @@ def server(folder: Coordinators = FOLDER) -> None:
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
-    require_buildable(agreement)  # a run is carried out by what can be imported here
+    require_buildable(agreement)  # runs import their method in this process
     try:
         with interruptible(), hosted(found) as process:
             end_with_parent()
@@ -63,28 +63,33 @@ def server(folder: Coordinators = FOLDER) -> None:
             for line in watched(found, process):
                 say(f"{datetime.now():%H:%M:%S} {line}")
     except KeyboardInterrupt:
-        say("the server has ended")
+        say("the server has stopped")
 
 
 def node(
-    data: Annotated[Path, typer.Option(help="This site's images: a folder, or an .npz.")],
+    data: Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")],
     federation: Annotated[
-        Path, typer.Option(help="Folder with federation.toml, ca.crt and the key.")
+        Path, typer.Option(help="Folder with federation.toml, ca.crt and the site's key.")
     ] = Path(),
     name: Annotated[
-        str | None, typer.Option(help="This site's name (else that of the one key here).")
+        str | None, typer.Option(help="Name of this site (default: the name of the only key in the folder).")
     ] = None,
-    labels: Annotated[Path | None, typer.Option(help="The label file (else labels.csv in it).")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="Label file (default: labels.csv in the data folder).")
+    ] = None,
     expected: Annotated[
-        str | None, typer.Option("--hash", help="The agreement's, as the coordinator reads it out.")
+        str | None,
+        typer.Option(
+            "--hash", help="Hash of the agreement that the coordinator told you (default: not checked)."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to train: auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="Threads to train with, on a CPU.")] = 1,
+    device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="Threads for training on a CPU.")] = 1,
 ) -> None:
-    """Take part in a federation with this site's images, until Ctrl-C.
+    """Take part in a federation with this site's images until Ctrl-C.
 
-    First it is checked that it can work: versions, agreement, method, key, server, clock and data. The node
-    opens no port to others; images stay here, and what methods have it keep lies in the federation's folder.
+    Checks versions, agreement, method, key, server, clock and data first. The node opens no port. Images stay
+    here; what a method keeps between rounds is stored in the folder of the federation.
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement
@@ -92,15 +97,15 @@ def node(
     from fedhassle.federation.setup.preflight import preflight
     from fedhassle.federation.site.supervise import attended, site_name
 
-    require(device in ("auto", "cpu", "cuda"), f"--device is auto, cpu or cuda, got {device!r}")
+    require(device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {device!r}")
     folder = federation_folder(federation)
     agreement, site = read_agreement(folder.agreement), site_name(folder, name)
-    with terminal.shown_progress(console) as progress:
+    with terminal.progress_bar(console) as progress:
         key = folder.site_key(site)
         checks = preflight(agreement, folder.ca, key, data, labels, expected, progress)
     show_checks(checks)
     failed = [check.name for check in checks if not check.ok]
-    require(not failed, f"{site} cannot join yet ({', '.join(failed)}): see what to do above")
+    require(not failed, f"{site} cannot join yet ({', '.join(failed)}): see the advice above")
     about = {"data": str(data.resolve()), "labels": str(labels.resolve()) if labels else ""}
     try:
         with interruptible():
@@ -111,11 +116,11 @@ def node(
             for line in attended(folder, site, agreement.address, about | more):
                 say(line)
     except KeyboardInterrupt:
-        say(f"{site} has left")
+        say(f"{site} has disconnected")
 
 
 def show_checks(checks: Sequence[Check]) -> None:
-    """The checks as a table, and what to do about those that failed."""
+    """Prints the checks as a table, and advice for those that failed."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("check", "outcome"):
         table.add_column(column, no_wrap=True)
@@ -130,16 +135,17 @@ def show_checks(checks: Sequence[Check]) -> None:
 
 def run(
     folder: Coordinators = FOLDER,
-    out: Annotated[Path | None, typer.Option(help="The run's folder (else one under runs/).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: a new one in runs/).")] = None,
     test: Annotated[
-        Path | None, typer.Option(help="Labelled images at the coordinator, to test each model on.")
+        Path | None,
+        typer.Option(help="Labelled images at the coordinator to test the models on (default: none)."),
     ] = None,
 ) -> None:
-    """Train with the sites that are there, and follow it.
+    """Train with the connected sites and follow the run.
 
-    The server does it: what was begun goes on if this command ends other than by Ctrl-C, and is followed
-    again with --out. A run that was cut goes on from its last round with --out too. [run] of federation.toml
-    says what is trained; every method but `central` can be.
+    The run takes place in the server: Ctrl-C stops it, but it survives a crash of this command. With the same
+    --out the command follows the run again, or resumes it from its last round. The table [run] in
+    federation.toml holds the settings; every method except `central` works.
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
@@ -157,7 +163,7 @@ def run(
     check_place(place, path)
     test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
-    agreed_method(settings, described(agreement))  # what cannot be built is said before sites are waited for
+    agreed_method(settings, described(agreement))  # fail early: before waiting for sites
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
@@ -165,29 +171,29 @@ def run(
         with interruptible():
             follow_run(found, place, test, settings.rounds, headline_of(settings))
     except KeyboardInterrupt:
-        say(f"stopped; go on with: {again}")
+        say(f"stopped; to continue: {again}")
         raise typer.Exit(STOPPED) from None
     except UserError as error:
-        raise UserError(f"{error}\ngo on with: {again}") from error
+        raise UserError(f"{error}\nto continue: {again}") from error
     show_result(path)
 
 
 def check_place(place: Folder, path: Path) -> None:
-    """A folder where a federation's run may begin or go on."""
+    """Checks that a federation's run may start or continue in a folder."""
     from fedhassle.runs.record import way_on
 
-    require(not place.summary.exists(), f"{path} holds a finished run: choose another --out")
+    require(not place.summary.exists(), f"{path} contains a finished run: choose another --out")
     if place.begun and not place.audit.exists():
-        raise UserError(f"{path} holds a run that is no federation's: {way_on(place)}, or another --out")
+        raise UserError(f"{path} contains a simulated run: {way_on(place)}, or choose another --out")
     if not place.audit.exists() and place.path.exists():
         fits = place.path.is_dir() and not any(place.path.iterdir())
         require(fits, f"{path} exists and is not an empty folder: choose another --out")
 
 
 def checked_test(test: Path | None, place: Folder, agreement: Agreement) -> Path | None:
-    """The test set that is named, or else that of the run that goes on; what cannot be used is an error.
+    """Returns the given test set, or that of the resumed run; raises if it cannot be used.
 
-    It is read here, where one sees what is wrong with it, and not at the server alone.
+    It is read here as well as in the server, so that the user sees the error.
     """
     from fedhassle.federation.server.audit import Audit
     from fedhassle.federation.server.coordinate import coordinators_images
@@ -199,17 +205,17 @@ def checked_test(test: Path | None, place: Folder, agreement: Agreement) -> Path
     try:
         coordinators_images(path, agreement)
     except UserError as error:
-        advice = f"; the run was tested on {path} so far: put it back, or name another with --test"
+        advice = f"; the run used {path} so far: put it back, or choose another with --test"
         raise UserError(f"{error}{advice if known else ''}") from error
     if known:
-        say(f"tested on {path}, as before")
+        say(f"test images: {path}, as before")
     return path
 
 
 def follow_run(
     folder: FederationFolder, place: Folder, test: Path | None, rounds: int, headline: str
 ) -> None:
-    """Starts a run, or finds it where it is going on, and shows it to its end; Ctrl-C stops it."""
+    """Starts a run, or finds the one that is running, and follows it to its end; Ctrl-C stops it."""
     from fedhassle.federation.flower.processes import submit, undisturbed
     from fedhassle.federation.server import control
     from fedhassle.federation.server.follow import followed, so_far
@@ -222,12 +228,12 @@ def follow_run(
     going = [one.id for one in alive if one.folder == str(place.path)]
     if alive and not going:
         raise UserError(
-            f"another run is going on with these sites, in {alive[0].folder}: wait for its end, or follow it "
-            "with --out and stop it by Ctrl-C (the run of a server that was killed ends within a minute)"
+            f"another run is using these sites, in {alive[0].folder}: wait for its end, or follow it with "
+            "--out and stop it with Ctrl-C (the run of a killed server ends within a minute)"
         )
     seen = so_far(place)
     if going:
-        say("it is going on already: following it")
+        say("the run is already in progress: following it")
     number = going[0] if going else submit(flower_home(folder), folder.agreement, place.path, test)
     try:
         steps = followed(place, seen, lambda: control.is_alive(link, number), say)
@@ -240,7 +246,7 @@ def follow_run(
 
 
 def status(folder: Coordinators = FOLDER) -> None:
-    """Show who is admitted, who is there, and what runs."""
+    """Show the admitted sites, which are connected, and the latest runs."""
     require_flower()
     from fedhassle.federation.agreement import agreement_hash, read_agreement
     from fedhassle.federation.server import control
@@ -257,12 +263,12 @@ def status(folder: Coordinators = FOLDER) -> None:
     there, runs = (present(link, sites), control.runs(link)[:FEW]) if up else (set[str](), [])
     refused = Audit(Folder(Path(runs[0].folder)).audit).refused() if runs else {}
     for name, site in sites.items():
-        why = f"; the last run has refused it: {refused[name]}" if name in refused else ""
+        why = f"; refused by the last run: {refused[name]}" if name in refused else ""
         say(f"  {name:20} {'here' if name in there else 'not here':8}  admitted {site.since[:10]}{why}")
     if not sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
     if not up:
-        say("the server does not run here: fedhassle federation server")
+        say("the server is not running: start it with fedhassle federation server")
         return
     for one in runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")

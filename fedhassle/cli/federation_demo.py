@@ -1,4 +1,4 @@
-"""`fedhassle federation demo`: a whole federation on one machine, by its members' commands."""
+"""`fedhassle federation demo`: a whole federation on one machine, with the commands of its members."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 console = Console()
 say = partial(terminal.say, console)
 
-PATIENCE = 120.0  # seconds that the server, and each node, has to come up
+PATIENCE = 120.0  # seconds for the server, and for each node, to start
 SETTINGS = ("method.epochs=3", "method.residual_steps=20", "evaluate_every=1")
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The new folder.")] = Path("federation-demo"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to train.")] = 10,
+    out: Annotated[Path, typer.Option(help="Folder to create.")] = Path("federation-demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 10,
 ) -> None:
-    """Show a whole federation on this machine: three sites, a server, a run and the model that comes out.
+    """Run a whole federation on this machine, as a demonstration.
 
-    The sites hold images of clothes, with all labels, with one in eight and with none. It takes a few
-    minutes; every process that it starts is ended.
+    A server and three sites train a model. The sites hold images of clothes: one has all labels, one has one
+    in eight, and one has none. The demo takes a few minutes and stops every process that it starts.
     """
     federation_setup.require_flower()
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    require(empty, f"{out} exists already and is not empty: choose another --out")
+    require(empty, f"{out} already exists and is not empty: choose another --out")
     from fedhassle.federation.setup.demo import write_places
 
     places = write_places(out)
@@ -58,21 +58,21 @@ def demo(
             start(stack, coordinator, places)
             show("run", coordinator, "--out", run)
             commands.run(coordinator, run)
-        say("the server and the nodes have ended")
+        say("the server and the nodes have stopped")
         take_home(run, out)
     except (KeyboardInterrupt, typer.Exit):
-        say(f"stopped; every process has ended; what was made is in {out}")
+        say(f"stopped, with all processes; the files are in {out}")
         raise typer.Exit(commands.STOPPED) from None
 
 
 def show(*words: object) -> None:
-    """A command as a member of a federation would type it."""
+    """Prints a command as a member of the federation would type it."""
     say("")
     say(f"$ fedhassle federation {shlex.join(str(word) for word in words)}")
 
 
 def found(coordinator: Path, rounds: int) -> None:
-    """The coordinator's part before there are sites."""
+    """Creates the federation, as the coordinator."""
     address, settings = f"127.0.0.1:{free_port()}", [*SETTINGS, f"rounds={rounds}"]
     options = ["--address", address, "--like", "fmnist-mini", "--name", "demo", "--out", coordinator]
     show("init", *options, *settings)
@@ -80,20 +80,20 @@ def found(coordinator: Path, rounds: int) -> None:
 
 
 def join(coordinator: Path, place: Place) -> None:
-    """A site's part, and the coordinator's answer to it."""
+    """Joins as a site, and admits it as the coordinator."""
     given = place.images.parent / "federation"
     given.mkdir()
-    for name in ("federation.toml", "ca.crt"):  # what the coordinator sends
+    for name in ("federation.toml", "ca.crt"):  # sent by the coordinator
         shutil.copy(coordinator / name, given)
     show("join", given, "--name", place.name, "--data", place.images)
     federation_setup.join(given, place.name, place.images)
-    key = given / f"{place.name}.pub"  # what the site sends back
+    key = given / f"{place.name}.pub"  # sent back by the site
     show("admit", place.name, key, "--federation", coordinator)
     federation_setup.admit(place.name, key, coordinator)
 
 
 def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
-    """Starts the server and then the nodes, each by its command; waits until all are there."""
+    """Starts the server and the nodes with their commands, and waits until all are connected."""
     from fedhassle.federation.server.host import link_of, present
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import FederationFolder
@@ -113,19 +113,19 @@ def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
         here = partial(lambda name: name in present(link, admitted(coordinator)), name)
         wait_for(here, process, out, PATIENCE, f"the node of {name}")
     say("")
-    say("the server and three nodes are running; what each says is in server.out and node.out")
+    say("the server and three nodes are running; their output is in server.out and node.out")
 
 
 @contextmanager
 def command(words: Sequence[object], log: Path) -> Iterator[Popen[bytes]]:
-    """A command of the federation as a process of its own."""
+    """Runs a federation command in its own process inside the block."""
     line = [sys.executable, "-m", "fedhassle", "federation", *map(str, words)]
     with running(line, None, log) as process:
         yield process
 
 
 def take_home(run: Path, out: Path) -> None:
-    """What one does with the model: look how good it is on images that no site had, and let it predict."""
+    """Evaluates the model on images that no site has, predicts with it, and lists the files."""
     test, csv = out / "test", out / "predictions.csv"
     say("")
     say(f"$ fedhassle evaluate {run} {test} --picture {out / 'confusion.png'}")

@@ -1,4 +1,4 @@
-"""Setting a federation up: `fedhassle federation init`, `join`, `admit` and `expel`."""
+"""`fedhassle federation init`, `join`, `admit` and `expel`: set up a federation."""
 
 from __future__ import annotations
 
@@ -25,51 +25,78 @@ console = Console()
 say = partial(terminal.say, console)
 
 Federation = Annotated[
-    Path, typer.Option("--federation", help="The federation's folder, at the coordinator.")
+    Path, typer.Option("--federation", help="Folder of the federation, at the coordinator.")
 ]
 FOLDER = Path("federation")
 
 
 def require_flower() -> None:
-    """What a federation runs on is installed, in a version that goes with this package."""
+    """Checks that Flower is installed, in a version that this package supports."""
     try:
         from fedhassle.federation.setup.preflight import check_versions
     except ImportError as error:  # cryptography comes with Flower
-        raise UserError(f"a federation needs more: pip install 'fedhassle[flower]' ({error})") from error
+        raise UserError(f"a federation needs Flower: pip install 'fedhassle[flower]' ({error})") from error
     found = check_versions()
     require(found.ok, f"{found.said}: {found.advice}")
 
 
 def init(
-    address: Annotated[str, typer.Option(help="Where sites reach the server: host:port.")],
+    address: Annotated[str, typer.Option(help="Address of the server for the sites, host:port.")],
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the run: method=hassle rounds=100."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings of the run, such as method=hassle rounds=100."
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="What the federation is called.")] = "federation",
-    classes: Annotated[str | None, typer.Option(help="The classes: benign,malignant.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
+    classes: Annotated[
+        str | None, typer.Option(help="Names of the classes, such as benign,malignant.")
+    ] = None,
     like: Annotated[
-        str | None, typer.Option(help="A data set: its classes, size, colours and normalisation.")
+        str | None, typer.Option(help="Use the classes, size, colours and normalisation of this data set.")
     ] = None,
     from_folder: Annotated[
-        Path | None, typer.Option(help="Images of your own: their classes, size and normalisation.")
+        Path | None,
+        typer.Option(help="Use the classes, size and normalisation of the images in this folder."),
     ] = None,
-    labels: Annotated[Path | None, typer.Option(help="The label file of --from-folder.")] = None,
-    size: Annotated[str | None, typer.Option(help="Of an image, in pixels: 64, or HEIGHTxWIDTH.")] = None,
-    channels: Annotated[int | None, typer.Option(help="1 (grey) or 3 (colour).")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="Label file of --from-folder (default: its labels.csv).")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Image size in pixels: 64, or HEIGHTxWIDTH (default: that of --like or --from-folder)."
+        ),
+    ] = None,
+    channels: Annotated[
+        int | None,
+        typer.Option(help="1 (grey) or 3 (colour) (default: that of --like or --from-folder, or 3)."),
+    ] = None,
     flip: Annotated[
-        bool | None, typer.Option("--flip/--no-flip", help="Whether a mirrored image is as good.")
+        bool | None,
+        typer.Option(
+            "--flip/--no-flip",
+            help="Mirror training images at random, or not (default: by the data set or the channels).",
+        ),
     ] = None,
-    crop: Annotated[int | None, typer.Option(help="Random crops, by so many pixels.")] = None,
+    crop: Annotated[
+        int | None,
+        typer.Option(
+            help="Shift training images at random by up to this many pixels (default: 1/8 of the side)."
+        ),
+    ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="Another name or address of the server, for its certificate.")
+        list[str] | None,
+        typer.Option(
+            help="Another host name or address in the server's certificate (default: none). Repeatable."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The new folder.")] = FOLDER,
+    out: Annotated[Path, typer.Option(help="Folder to create.")] = FOLDER,
 ) -> None:
-    """Found a federation: its file, a certificate authority and the server's certificate.
+    """Create a federation: its agreement, keys and certificates.
 
-    Say what the images are with --classes and --size, with --like fmnist, or with --from-folder. Sites get
-    federation.toml and ca.crt, and nothing else.
+    Describe the images with --classes and --size, with --like fmnist, or with --from-folder. Give each site
+    the files federation.toml and ca.crt, and nothing else.
     """
     require_flower()
     from fedhassle.data.site.labels import doubts
@@ -88,10 +115,10 @@ def init(
         say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
     say(f"for nobody else  {made.private}")
-    say("read these to each site over the telephone, so that nobody can put other files in their place:")
+    say("read these to each site over the telephone, so that nobody can replace the files on the way:")
     say(f"  hash of the agreement  {agreement_hash(agreement)}")
     say(f"  fingerprint of ca.crt  {certificate_fingerprint(made.ca)}")
-    say(f"next: each site runs fedhassle federation join, and you admit its key into {out}")
+    say(f"next: each site runs fedhassle federation join, and you admit its key to {out}")
 
 
 def chosen_terms(
@@ -102,19 +129,19 @@ def chosen_terms(
     size: str | None,
     channels: int | None,
 ) -> DataTerms:
-    """What the options say of the images."""
+    """Returns the terms for the images, from the options."""
     from fedhassle.federation.setup import init
 
     ways = [way for way in (classes, like, folder) if way is not None]
-    require(len(ways) == 1, "say what the images are with one of --classes, --like and --from-folder")
-    require(labels is None or folder is not None, "--labels goes with --from-folder")
+    require(len(ways) == 1, "describe the images with one of --classes, --like and --from-folder")
+    require(labels is None or folder is not None, "--labels needs --from-folder")
     sides = None if size is None else parsed_size(size)
-    require(channels in (None, 1, 3), f"--channels is 1 (grey) or 3 (colour), got {channels}")
+    require(channels in (None, 1, 3), f"--channels must be 1 (grey) or 3 (colour), got {channels}")
     if folder is not None:
         return init.terms_of_folder(folder, labels, sides, channels)
     if classes is not None:
         names = [name.strip() for name in classes.split(",")]
-        require(sides is not None, "--classes goes with --size, such as --size 64")
+        require(sides is not None, "--classes needs --size, such as --size 64")
         return init.terms_by_classes(names, sides or (0, 0), channels or 3)
     terms = init.terms_like(like or "")
     if sides is None and channels in (None, terms.channels):
@@ -124,15 +151,15 @@ def chosen_terms(
 
 
 def parsed_size(size: str) -> tuple[int, int]:
-    """`64` or `48x64` as height and width."""
+    """Parses `64` or `48x64` as height and width."""
     match = re.fullmatch(r"(\d{1,5})(?:[x×](\d{1,5}))?", size)
     if match is None:
-        raise UserError(f"--size is a number of pixels, or HEIGHTxWIDTH such as 48x64, got {size!r}")
+        raise UserError(f"--size must be a number of pixels, or HEIGHTxWIDTH such as 48x64, got {size!r}")
     return int(match[1]), int(match[2] or match[1])
 
 
 def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
-    """[run]: what is given, over a network that suits the images."""
+    """Returns the table [run]: the given settings over a network that suits the images."""
     from fedhassle.data.catalogue import like
     from fedhassle.settings.request import layer, overlaid
 
@@ -140,7 +167,7 @@ def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
 
 
 def checked_run(agreement: Agreement) -> Agreement:
-    """The agreement, with settings that a run can be built from, and the most important ones written out."""
+    """Returns the agreement with its main settings written out, once a run can be built from it."""
     from fedhassle.federation.agreement import checked_agreement, to_toml
     from fedhassle.federation.terms import agreed_method, described, run_settings
     from fedhassle.settings.request import overlaid
@@ -159,16 +186,21 @@ def checked_run(agreement: Agreement) -> Agreement:
 
 def join(
     federation: Annotated[Path, typer.Argument(help="Folder with federation.toml and ca.crt.")],
-    name: Annotated[str, typer.Option(help="What this site is called: letters, digits, . _ -")],
-    data: Annotated[Path, typer.Option(help="This site's images: a folder, or an .npz.")],
-    labels: Annotated[Path | None, typer.Option(help="The label file (else labels.csv in it).")] = None,
+    name: Annotated[str, typer.Option(help="Name of this site: letters, digits, . _ -")],
+    data: Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")],
+    labels: Annotated[
+        Path | None, typer.Option(help="Label file (default: labels.csv in the data folder).")
+    ] = None,
     expected: Annotated[
-        str | None, typer.Option("--hash", help="The agreement's, as the coordinator reads it out.")
+        str | None,
+        typer.Option(
+            "--hash", help="Hash of the agreement that the coordinator told you (default: not checked)."
+        ),
     ] = None,
 ) -> None:
-    """Prepare a site: check its data, make its key pair, and show what to send back.
+    """Prepare a site: check its data and create its key pair.
 
-    What to send back is the public key alone. The private key, and all data, stay on this machine.
+    Send only the public key to the coordinator. The private key and all data stay on this machine.
     """
     require_flower()
     from fedhassle.data.site.survey import survey
@@ -183,21 +215,21 @@ def join(
     require(same.ok, f"{same.said}: {same.advice}")
     key, public = folder.site_key(name), folder.site_public(name)
     authority = certificate_fingerprint(folder.ca)
-    with terminal.shown_progress(console) as progress:
+    with terminal.progress_bar(console) as progress:
         found = survey(data, agreement.data.form, labels, progress)
     show_survey(found, FEW, console)
     kept = site_key(key, public, name)
     say(f"hash of the agreement  {agreement_hash(agreement)}")
     say(f"fingerprint of ca.crt  {authority}")
     say("compare both with what the coordinator reads to you over the telephone")
-    say(f"{'kept' if kept else 'made'} the private key {key}: it stays on this machine")
-    say(f"send this file to the coordinator, and nothing else: {public}")
+    say(f"{'kept' if kept else 'created'} the private key {key}: it stays on this machine")
+    say(f"send only this file to the coordinator: {public}")
     say(f"  {public.read_text('utf-8').strip()}")
     say(f"  {fingerprint(read_public_key(public))}")
 
 
 def site_key(key: Path, public: Path, name: str) -> bool:
-    """Makes a site's key pair, or keeps the one that is there (True); the public half is there afterwards."""
+    """Creates a site's key pair, or keeps the existing one (True); writes the public key in both cases."""
     from fedhassle.federation.setup.keys import make_site_key, public_line
     from fedhassle.files import write_text
 
@@ -209,11 +241,11 @@ def site_key(key: Path, public: Path, name: str) -> bool:
 
 
 def admit(
-    name: Annotated[str, typer.Argument(help="What the site is called.")],
-    key: Annotated[Path, typer.Argument(help="The public key that it sent, NAME.pub.")],
+    name: Annotated[str, typer.Argument(help="Name of the site.")],
+    key: Annotated[Path, typer.Argument(help="Public key that the site sent, NAME.pub.")],
     federation: Federation = FOLDER,
 ) -> None:
-    """Admit a site, by the public key that it sent; one that is admitted gets the name that is given here."""
+    """Admit a site by its public key, or rename an admitted one."""
     require_flower()
     from fedhassle.federation.setup.admission import admit_site
     from fedhassle.federation.setup.folder import checked_name, federation_folder, is_name
@@ -223,19 +255,19 @@ def admit(
     public, called = read_public_key(key), key_comment(key)
     if checked_name(name) != called and is_name(called):
         raise UserError(
-            f"the site that made {key} is called {called}, not {name}: fedhassle federation admit {called} "
-            f"{key}, or let it join again with --name {name}"
+            f"{key} belongs to a site named {called}, not {name}: run fedhassle federation admit {called} "
+            f"{key}, or let the site join again with --name {name}"
         )
     before = admit_site(folder.path, name, public)
-    said = {"": f"{name} is admitted", name: f"{name} is admitted already"}
-    say(f"{said.get(before, f'{before} is called {name} from now on')}: {fingerprint(public)}")
+    said = {"": f"{name} is admitted", name: f"{name} was already admitted"}
+    say(f"{said.get(before, f'{before} is now named {name}')}: {fingerprint(public)}")
 
 
 def expel(
-    name: Annotated[str, typer.Argument(help="What the site is called.")],
+    name: Annotated[str, typer.Argument(help="Name of the site.")],
     federation: Federation = FOLDER,
 ) -> None:
-    """Take a site out of the federation."""
+    """Remove a site from the federation."""
     require_flower()
     from fedhassle.federation.setup.admission import expel_site
     from fedhassle.federation.setup.folder import federation_folder

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and what becomes of errors."""
+"""The command line: its commands, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fedhassle.cli import (
     federation_demo,
     federation_setup,
     models,
-    report,
     reproduce,
     split,
     train,
@@ -25,8 +24,8 @@ from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
 
 
-class Plain(TyperCommand):
-    """A command whose help has brackets as they are: Typer escapes them even where it marks nothing up."""
+class PlainCommand(TyperCommand):
+    """A command with plain brackets in its help: Typer escapes them even with markup turned off."""
 
     def get_help(self, ctx: Any) -> str:
         """Returns the help."""
@@ -39,28 +38,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
-federation_app = typer.Typer(help="A real federation: sites on machines of their own.", no_args_is_help=True)
+data_app = typer.Typer(help="List the data sets, or check your own images.", no_args_is_help=True)
+federation_app = typer.Typer(help="Run a real federation across several machines.", no_args_is_help=True)
 
 for command in (
     *(train.run, train.resume, train.compare, split.split),
     *(models.predict, models.evaluate, models.export),
-    *(reproduce.reproduce, report.report, train.methods),
+    *(reproduce.reproduce, reproduce.report, train.methods),
 ):
-    app.command(cls=Plain)(command)
+    app.command(cls=PlainCommand)(command)
 app.add_typer(data_app, name="data")
-data_app.command("list", cls=Plain)(data.data_list)
-data_app.command("check", cls=Plain)(data.check)
+data_app.command("list", cls=PlainCommand)(data.data_list)
+data_app.command("check", cls=PlainCommand)(data.check)
 app.add_typer(federation_app, name="federation")
 for part in (
     *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),
     *(federation.server, federation.node, federation.run, federation.status, federation_demo.demo),
 ):
-    federation_app.command(cls=Plain)(part)
+    federation_app.command(cls=PlainCommand)(part)
 
 
 def show_version(wanted: bool) -> None:
-    """Prints the version and ends."""
+    """Prints the version and exits."""
     if wanted:
         typer.echo(f"fedhassle {package_version()}")
         raise typer.Exit
@@ -77,16 +76,16 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line: what a user can mend is a short message and exit code 2, never a traceback."""
+    """Runs the command line: a user error is a short message and exit code 2, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # α and ± on a terminal that has none
-    sys.path.insert(0, "")  # methods and networks of one's own may lie in the working folder
+            stream.reconfigure(errors="replace")  # α and ± on a terminal that cannot show them
+    sys.path.insert(0, "")  # users keep their own methods and networks in the working folder
     sys.exit(guarded(app))
 
 
 def guarded(command: Callable[[], object]) -> int:
-    """The exit code of a command."""
+    """Runs a command and returns its exit code."""
     try:
         command()
     except UserError as error:

@@ -1,11 +1,11 @@
-"""What one does with a trained model: predict, evaluate, export."""
+"""`fedhassle predict`, `evaluate` and `export`: a trained model in use."""
 
 from __future__ import annotations
 
 import csv
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,10 +18,13 @@ from fedhassle.cli.data import FEW, show_problems
 from fedhassle.cli.options import DataDir
 from fedhassle.errors import require
 from fedhassle.files import atomic, write_json
-from fedhassle.terminal import say, shown_progress
+from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
-    from fedhassle.predict.model import TrainedModel
+    from fedhassle.data.npz import Images
+    from fedhassle.data.site.folder import Problem
+    from fedhassle.predict.images import Source
+    from fedhassle.predict.model import Prediction, TrainedModel
     from fedhassle.predict.scores import Interval, Scores
 
 # PyTorch takes seconds to load, NumPy a tenth of one: commands import what needs them when they run.
@@ -29,12 +32,13 @@ if TYPE_CHECKING:
 EXPLAINED = "(…) 95 % interval; AUROC: each class against the rest; ECE: calibration error in 15 bins"
 
 ModelPath = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A model.safetensors, or the folder of a finished run.")
+    Path, typer.Argument(metavar="MODEL", help="A model.safetensors file, or the folder of a finished run.")
 ]
-Mode = Annotated[str | None, typer.Option(help="The prediction to use: for HASSLE sm, um or em (else em).")]
-Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
+Mode = Annotated[str | None, typer.Option(help="Prediction to use; for HASSLE sm, um or em (default: em).")]
+Device = Annotated[str, typer.Option(help="Device to compute on: auto, cpu or cuda.")]
 AllowImport = Annotated[
-    bool, typer.Option("--allow-import", help="Import the method or network of your own that it names.")
+    bool,
+    typer.Option("--allow-import", help="Import your own method or network if the model names one."),
 ]
 
 
@@ -43,25 +47,23 @@ def predict(
     images: Annotated[
         list[str],
         typer.Argument(
-            metavar="IMAGES...", help="Image files, folders, patterns in quotes, .npy or .npz files."
+            metavar="IMAGES...", help="Image files, folders, quoted patterns, .npy or .npz files."
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Where the CSV goes (else to the standard output).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write (default: standard output).")] = None,
     mode: Mode = None,
     probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Add a column for the probability of each class.")
+        bool, typer.Option("--probabilities", help="Add a column with the probability of each class.")
     ] = False,
     device: Device = "auto",
     allow_import: AllowImport = False,
 ) -> None:
-    """Predict the classes of images: a line of CSV for each.
+    """Predict the classes of images, as CSV with a line per image.
 
-    The columns are file, class and probability; for a model with several predictions also the class by each
-    and whether they agree. An image that cannot be read has an empty class; the standard error says why.
+    The columns are file, class and probability; a model with several predictions adds the class by each of
+    them and whether they agree. An image that cannot be read has an empty class and a message on standard
+    error.
     """
-    from fedhassle.cli.predictions import rows
     from fedhassle.predict.images import sources
     from fedhassle.predict.model import chosen, load
 
@@ -70,11 +72,11 @@ def predict(
     used = model.method.headline if mode is None else chosen(mode, model.modes)
     found = sources(images, model.image_size)
     show_problems(found.problems, (), FEW, errors)
-    table = rows(model, used, found.images, probabilities, errors)
+    table = csv_rows(model, used, found.images, probabilities, errors)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(table)
         return
-    # Names of files are bytes, and come out as the bytes they were.
+    # File names are bytes: surrogateescape writes back the same bytes.
     with atomic(out) as temporary, temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, lineterminator="\n").writerows(table)
     say(Console(), f"classes  {out}")
@@ -85,26 +87,31 @@ def evaluate(
     data: Annotated[
         str,
         typer.Argument(
-            help="A data set of `fedhassle data list` (its test images), an .npz with x_test and y_test or "
-            "x and y, or a folder with a labels.csv (file,label) or with a folder for each class."
+            help="A data set of `fedhassle data list` (its test images), an .npz file with x_test and y_test "
+            "or x and y, or a folder of images with labels.csv (file,label) or with a subfolder per class."
         ),
     ],
-    mode: Mode = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Where all figures go.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Prediction to evaluate; for HASSLE sm, um or em (default: all).")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="JSON file for all metrics (default: none).")
+    ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Where confusion matrices and reliability diagrams go (.png, .svg or .pdf)."),
+        typer.Option(
+            help="Picture of confusion matrices and reliability diagrams: .png, .svg or .pdf (default: none)."
+        ),
     ] = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     allow_import: AllowImport = False,
 ) -> None:
-    """Measure a model on labelled images.
+    """Evaluate a model on labelled images.
 
-    Accuracy and balanced accuracy with 95 % intervals, AUROC, recall and precision by class, calibration.
-    Images without a label are left out; what is wrong with which file goes to the standard error.
+    Prints accuracy and balanced accuracy with 95 % intervals, AUROC, calibration error, and recall and
+    precision per class. Images without a label are ignored; problems with files go to standard error.
     """
-    from fedhassle.cli.predictions import collected
     from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.folder import ImageForm
     from fedhassle.data.site.pictures import TO_FIT
@@ -120,12 +127,12 @@ def evaluate(
     model = load(path, allow_import).on(device)
     used = [chosen(mode, model.modes)] if mode is not None else list(model.modes)
     form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
-    with shown_progress(errors, more_than=AT_ONCE) as progress:
+    with progress_bar(errors, more_than=AT_ONCE) as progress:
         site = labelled_images(data, form, data_dir, progress)
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
-    predictions, y = collected(model, site.x, errors), site.y
+    predictions, y = predict_all(model, site.x, errors), site.y
     scores = {name: score(*predictions[name], y) for name in used}
-    # Files first: whoever cuts the output short, as with `| head`, has them all the same.
+    # Files first, so that they are complete even if the output is cut short, as with `| head`.
     if as_json is not None:
         figures = {name: plain(each, model.class_names) for name, each in scores.items()}
         write_json(as_json, {"model": str(path), "data": data, "images": len(y), "predictions": figures})
@@ -143,20 +150,23 @@ def evaluate(
 def export(
     path: ModelPath,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT.onnx]", help="Where it goes (else beside the model).")
+        Path | None, typer.Argument(metavar="[OUT.onnx]", help="File to write (default: beside the model).")
     ] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="As ONNX, in one file.")] = False,
+    onnx: Annotated[
+        bool,
+        typer.Option("--onnx", help="Export as one ONNX file (required)."),
+    ] = False,
     mode: Mode = None,
     allow_import: AllowImport = False,
 ) -> None:
-    """Write a model for other programs.
+    """Export a model to ONNX.
 
-    An ONNX file takes uint8 images (N, H, W, C), normalises them itself and gives probabilities and logits.
-    It is compared with PyTorch before it is put in its place. Needs: pip install 'fedhassle[export]'.
+    The ONNX model takes uint8 images (N, H, W, C), normalises them and returns probabilities and logits. Its
+    outputs are compared with PyTorch's before the file is written. Needs: pip install 'fedhassle[export]'.
     """
-    require(onnx, f"say what to export to: fedhassle export {path} --onnx")
+    require(onnx, f"choose a format: fedhassle export {path} --onnx")
     named = out is None or out.suffix.lower() == ".onnx"
-    require(named, f"{out} is no name of an ONNX file, and may be that of another: let it end in .onnx")
+    require(named, f"{out} does not end in .onnx: give the name of an ONNX file")
     from fedhassle.predict.model import chosen, load, model_file
     from fedhassle.predict.onnx import export_onnx
 
@@ -167,8 +177,79 @@ def export(
     say(Console(), f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images")
 
 
+def csv_rows(
+    model: TrainedModel, mode: str, found: Sequence[Source], probabilities: bool, errors: Console
+) -> Iterator[list[str]]:
+    """Yields the rows of the CSV, header first; reports unreadable and converted images on `errors`."""
+    import numpy as np
+
+    from fedhassle.data.site.pictures import TO_FIT
+    from fedhassle.data.site.survey import conversions, skipped
+    from fedhassle.predict.images import AT_ONCE, read_each, stretches
+
+    several = [*model.modes, "agree"] if len(model.modes) > 1 else []
+    classes = [f"p({name})" for name in model.class_names] if probabilities else []
+    header = ["file", "class", "probability", *several, *classes]
+    yield header
+    problems: list[Problem] = []
+    with progress_bar(errors, more_than=AT_ONCE) as progress:
+        for stretch in stretches(len(found)):
+            batch = found[stretch]
+            images, met = read_each(batch)
+            for problem in skipped(met):
+                say(errors, f"fedhassle: {problem.path}: {problem.what}")
+            there = [image for image in images if image is not None]
+            rows = iter(prediction_columns(model, mode, np.stack(there), probabilities) if there else ())
+            for source, image in zip(batch, images, strict=True):
+                blank = [""] * (len(header) - 1)
+                yield [source.name, *(blank if image is None else next(rows))]
+            problems += met
+            progress(stretch.start + len(batch), len(found))
+    unread = len(skipped(problems))
+    require(unread < len(found), f"none of the {len(found):,} images could be read")
+    if unread:
+        say(errors, f"fedhassle: {unread:,} of {len(found):,} images could not be read and have no class")
+    show_problems((), conversions(problems, TO_FIT), FEW, errors)
+
+
+def prediction_columns(
+    model: TrainedModel, mode: str, images: Images, probabilities: bool
+) -> Iterator[list[str]]:
+    """Yields the columns after the file name, for each image."""
+    by_mode = model.predictions(images)
+    for i, k in enumerate(by_mode[mode].classes):
+        shares = by_mode[mode].probabilities[i]
+        each = [int(by_mode[name].classes[i]) for name in model.modes]
+        agreement = [model.class_names[j] for j in each] + ["yes" if len(set(each)) == 1 else "no"]
+        yield [
+            *(model.class_names[k], f"{shares[k]:.6f}"),
+            *(agreement if len(each) > 1 else []),
+            *(f"{share:.6f}" for share in (shares if probabilities else [])),
+        ]
+
+
+def predict_all(model: TrainedModel, x: Images, errors: Console) -> dict[str, Prediction]:
+    """Returns the predictions of each mode for all images."""
+    import numpy as np
+
+    from fedhassle.predict.images import AT_ONCE, stretches
+    from fedhassle.predict.model import Prediction
+
+    parts = []
+    with progress_bar(errors, more_than=AT_ONCE) as progress:
+        for stretch in stretches(len(x)):
+            parts.append(model.predictions(x[stretch]))
+            progress(stretch.start + len(x[stretch]), len(x))
+    return {
+        mode: Prediction(
+            *(np.concatenate(arrays) for arrays in zip(*(part[mode] for part in parts), strict=True))
+        )
+        for mode in model.modes
+    }
+
+
 def show_scores(scores: Mapping[str, Scores], model: TrainedModel, title: str, console: Console) -> None:
-    """A line for each prediction, then one for each class."""
+    """Prints a table with a row per prediction, then one with a row per class."""
     table = Table(title=escape(title), title_justify="left", caption=EXPLAINED, caption_justify="left")
     for column in ("prediction", "accuracy %", "balanced %", "AUROC", "ECE"):
         table.add_column(column, justify="left" if column == "prediction" else "right")
@@ -186,7 +267,7 @@ def show_scores(scores: Mapping[str, Scores], model: TrainedModel, title: str, c
 
 
 def class_table(scores: Scores, class_names: Sequence[str], mode: str) -> Table:
-    """Recall and precision of each class."""
+    """Returns a table of recall and precision per class."""
     table = Table(title=escape(f"by class, {mode}"), title_justify="left")
     table.add_column("class")
     for column in ("images", "recall %", "precision %"):
@@ -198,10 +279,10 @@ def class_table(scores: Scores, class_names: Sequence[str], mode: str) -> Table:
 
 
 def share_in(share: float, interval: Interval) -> str:
-    """A share with its interval, in per cent."""
+    """Formats a share and its interval in per cent."""
     return f"{100 * share:.1f} ({100 * interval.low:.1f} – {100 * interval.high:.1f})"
 
 
 def shown(figure: float, form: str) -> str:
-    """A figure, or a dash where it is not defined."""
+    """Formats a figure, with a dash if it is undefined."""
     return "–" if math.isnan(figure) else format(figure, form)

@@ -1,4 +1,4 @@
-"""`fedhassle reproduce`: the paper's tables and figures."""
+"""`fedhassle reproduce` and `report`: make the paper's tables and figures, and write them to a page."""
 
 from __future__ import annotations
 
@@ -11,20 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.cli.options import (
-    DataDir,
-    Device,
-    Methods,
-    Names,
-    Only,
-    Results,
-    Rounds,
-    Seeds,
-    as_changes,
-    names_and_changes,
-    split,
-)
-from fedhassle.errors import UserError
+from fedhassle.cli.options import DataDir, Device, is_setting, options_as_settings
+from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 from fedhassle.terminal import say
 
@@ -34,7 +22,23 @@ if TYPE_CHECKING:
     from fedhassle.reproduce.sweep import Work
     from fedhassle.runs.several import Event
 
-# PyTorch takes seconds to load: the command imports what needs it when it runs.
+# PyTorch takes seconds to load: commands import what needs it when they run.
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME]... [KEY=VALUE]...",
+        help="Experiments by name, or your own TOML files; then settings.",
+    ),
+]
+Only = Annotated[
+    str | None,
+    typer.Option(help="Only these cells, by parts of their names: cifar10-10% or 5%,20% (default: all)."),
+]
+Methods = Annotated[str | None, typer.Option(help="Only these methods: hassle,fedavg (default: all).")]
+Seeds = Annotated[int | None, typer.Option(help="Number of seeds (default: 3).")]
+Rounds = Annotated[int | None, typer.Option(help="Rounds (default: 200); other values are separate runs.")]
+Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 
 
 def reproduce(
@@ -44,35 +48,37 @@ def reproduce(
     seeds: Seeds = None,
     rounds: Rounds = None,
     budget: Annotated[
-        str | None, typer.Option(help="Stops in time, such as 20m or 1h30m; the same command goes on.")
+        str | None,
+        typer.Option(help="Stop after this time: 20m, 1h30m (default: never). Run again to continue."),
     ] = None,
-    together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU; else 3.")] = None,
+    together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU (default: 3).")] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="local|auto|HOST:PORT",
-            help="Spreads the runs with Ray: over this machine, or over the cluster that it is part of.",
+            help="Distribute the runs with Ray: on this machine (local), on the cluster that it belongs to "
+            "(auto), or on the cluster at an address (default: without Ray).",
         ),
     ] = None,
     results: Results = Path("results"),
     runs: Annotated[
-        Path | None, typer.Option(help="Where unfinished runs lie (else runs/reproduce).")
+        Path | None, typer.Option(help="Folder for unfinished runs (default: runs/reproduce).")
     ] = None,
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Make tables and figures of the paper; without a name, list them.
+    """Make the paper's tables and figures; list them without a NAME.
 
-    A finished run is never made twice, a cut one goes on, and several processes can work at one ledger.
+    Finished runs are never repeated, interrupted runs continue, and several processes can share a ledger.
     """
     seconds = None if budget is None else seconds_of(budget)
     named, changes = names_and_changes(names, rounds)
-    changes += as_changes(data_dir, device)
+    changes += options_as_settings(data_dir, device)
     from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
     from fedhassle.reproduce.ledger import Ledger
 
     chosen = [read_experiment(name) for name in named or experiments()]
-    narrowing = Narrowing(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
+    narrowing = Narrowing(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
     console, ledger = Console(), Ledger(results)
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
@@ -82,17 +88,78 @@ def reproduce(
         show_list(chosen, narrowing, ledger, console)
 
 
+def report(
+    names: Names = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File to write: .html, .md, .csv or .tex (default: report.html). Repeat it for several.",
+        ),
+    ] = None,
+    only: Only = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    rounds: Rounds = None,
+    results: Results = Path("results"),
+) -> None:
+    """Write a report of the paper's tables and figures.
+
+    It shows the finished runs beside the paper's figures. The HTML page works offline; Markdown, CSV and
+    LaTeX hold the tables. In a Markdown file that you wrote, only the text between <!-- NAME --> and
+    <!-- /NAME --> is replaced.
+    """
+    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+    from fedhassle.reproduce.ledger import Ledger
+    from fedhassle.reproduce.report import content
+    from fedhassle.reproduce.report.write import check_format, write_report
+
+    paths = list(dict.fromkeys(out or [Path("report.html")]))
+    for path in paths:
+        check_format(path)
+    named, changes = names_and_changes(names, rounds)
+    chosen = {name: read_experiment(name) for name in named or experiments()}
+    narrowing = Narrowing(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
+    cells = select(list(chosen.values()), narrowing)
+    require(results.is_dir(), f"there is no ledger at {results}: give its folder with --results")
+    ledger = Ledger(results)
+    for reason in ledger.skipped.values():
+        typer.echo(f"skipped: {reason}")
+    made = content.report(chosen, cells, ledger, narrowing)
+    typer.echo(f"{made.done} of {made.runs} runs are done")
+    for path in paths:
+        left = write_report(made, path)
+        typer.echo(f"report   {path}")
+        if left:
+            typer.echo(f"kept     {', '.join(left)}: this report has only a part of it, or other settings")
+
+
+def comma_list(text: str | None, option: str) -> tuple[str, ...]:
+    """Returns the comma-separated words of an option; an option that is given must have at least one."""
+    found = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    require(text is None or bool(found), f"{option} {text!r} is empty: leave the option out to select all")
+    return found
+
+
+def names_and_changes(words: Sequence[str] | None, rounds: int | None) -> tuple[list[str], list[str]]:
+    """Separates the names of experiments, without duplicates, from the settings to change in them."""
+    changes = [word for word in words or () if is_setting(word)]
+    names = list(dict.fromkeys(word for word in words or () if word not in changes))
+    return names, changes + ([f"rounds={rounds}"] if rounds is not None else [])
+
+
 def seconds_of(text: str) -> float:
-    """A time such as 90s, 20m or 1h30m."""
+    """Parses a duration such as 90s, 20m or 1h30m."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
     total = sum(float(number) * {"s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != text or not total:
-        raise UserError(f"--budget {text!r} is no time: write 90s, 20m or 1h30m")
+        raise UserError(f"--budget {text!r} is not a duration: write 90s, 20m or 1h30m")
     return total
 
 
 def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger, console: Console) -> None:
-    """The experiments, how much of each is done, and what is left."""
+    """Lists the experiments, with the runs done and the time left for each."""
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.tables import listing, time_left
 
@@ -102,7 +169,10 @@ def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger
     for line in listing(chosen, cells, ledger):
         say(console, line)
     left = time_left(lacking, ledger.seconds)
-    say(console, f"{len(every)} runs in all, {len(every) - len(lacking)} done; time left here: {left}")
+    say(
+        console,
+        f"{len(every)} runs in total, {len(every) - len(lacking)} done; time left here: {left}",
+    )
     say(console, "make one with: fedhassle reproduce NAME")
 
 
@@ -117,7 +187,7 @@ def make(
     budget: float | None,
     ray: str | None,
 ) -> None:
-    """Trains the cells that are lacking, then shows the figures."""
+    """Trains the missing cells, then shows the figures."""
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.ray import SpreadWork
     from fedhassle.reproduce.sweep import RUNS, Work
@@ -128,7 +198,7 @@ def make(
     if work.cells:
         follow_work(work, console)
     show_figures(chosen, cells, narrowing, ledger, console)
-    for line in what_is_left(work):
+    for line in remaining_work(work):
         say(console, line)
     for cell, error in work.failed:
         say(console, f"{cell} failed: {error}")
@@ -139,15 +209,15 @@ def make(
         raise typer.Exit(1)
 
 
-def what_is_left(work: Work) -> Iterator[str]:
-    """How far the runs came that are not there yet, and who goes on with them; nothing where all are."""
+def remaining_work(work: Work) -> Iterator[str]:
+    """Describes the runs that are not finished, a line each and a total; yields nothing if all are."""
     left, elsewhere = len(work.left), len(work.elsewhere)
     for cell, t in work.cut:
-        yield f"{cell} was cut after round {t} of {cell.identity.rounds}"
+        yield f"{cell} was interrupted after round {t} of {cell.identity.rounds}"
     if left:
-        others = f", {elsewhere} of them in work in another process" if elsewhere else ""
-        rest = "; the same command goes on with them" if left > elsewhere else ""
-        yield f"left: {left} of {len(work.cells)} runs{others}{rest}"
+        others = f", {elsewhere} of them running in another process" if elsewhere else ""
+        advice = "; run the same command again to continue" if left > elsewhere else ""
+        yield f"left: {left} of {len(work.cells)} runs{others}{advice}"
 
 
 def follow_work(work: Work, console: Console) -> None:
@@ -174,7 +244,7 @@ def follow_work(work: Work, console: Console) -> None:
             with closing(work.carry_out()) as events:
                 follow_together(events, console, lambda event: str(work.cell(event)), ended)
     except KeyboardInterrupt:
-        say(console, "stopped; the same command goes on")
+        say(console, "stopped; run the same command again to continue")
         raise typer.Exit(130) from None
 
 
@@ -185,7 +255,7 @@ def show_figures(
     ledger: Ledger,
     console: Console,
 ) -> None:
-    """A table for each experiment of which something is wanted."""
+    """Prints a table for each experiment with selected cells."""
     from fedhassle.reproduce.results import figures, paper_of
     from fedhassle.reproduce.tables import changed_settings, figures_table
 

@@ -1,4 +1,4 @@
-"""`fedhassle split`: who holds what."""
+"""`fedhassle split`: the data that each client holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhassle.cli.options import DataDir, Words, asked
+from fedhassle.cli.options import DataDir, Words, parse_request
 from fedhassle.terminal import say
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
@@ -24,13 +24,16 @@ console = Console()
 def split(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png or .svg).")] = Path("split.png"),
-    save: Annotated[Path | None, typer.Option(help="Also save the split itself, for split.file=….")] = None,
+    picture: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")] = Path("split.png"),
+    save: Annotated[
+        Path | None,
+        typer.Option(help="File for the split itself, to reuse with split.file=FILE (default: not saved)."),
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Show who holds what.
+    """Show the data that each client holds.
 
-    Prints counts and effective classes per client, and draws the paper's dot picture.
+    Prints sample counts and the effective number of classes per client, and draws the paper's dot plot.
     """
     from fedhassle.data.picture_files import check_picture
     from fedhassle.data.split.dots import FORMATS, draw_split
@@ -39,7 +42,7 @@ def split(
     from fedhassle.settings.schema import resolve
 
     check_picture(picture, FORMATS)
-    settings = resolve(asked(words, data_dir, None))
+    settings = resolve(parse_request(words, data_dir, None))
     dataset = build_dataset(settings)
     made = build_split(settings, dataset)
     rows = table(made, dataset.y_train, dataset.classes)
@@ -65,7 +68,7 @@ def split(
 
 
 def plain(value: Any) -> Any:
-    """Arrays and numbers of NumPy as JSON has them."""
+    """Converts NumPy arrays and numbers to plain lists and numbers."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -74,7 +77,7 @@ def plain(value: Any) -> Any:
 
 
 def split_table(rows: Sequence[Any], digest: str) -> Table:
-    """Counts and effective classes, a row for each client."""
+    """Returns a table of counts and effective classes, with a row per client."""
     shown = Table(
         title=f"split {digest[:12]}: samples; effective classes",
         title_justify="left",

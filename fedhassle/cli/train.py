@@ -1,4 +1,4 @@
-"""`fedhassle run`, `resume` and `compare`: runs, and what came out of them."""
+"""`fedhassle run`, `resume`, `compare` and `methods`: train models and compare their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.cli.options import DataDir, Device, Words, asked
+from fedhassle.cli.options import DataDir, Device, Words, parse_request
 from fedhassle.names import counted
 from fedhassle.settings.request import variations
 from fedhassle.terminal import say
@@ -24,41 +24,46 @@ console = Console()
 
 def run(
     words: Words = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder (else one under runs/).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: a new one in runs/).")] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=V1,V2", help="One run for each value: seed=0,1,2. Several: every combination."
+            metavar="KEY=V1,V2",
+            help="One run per value: seed=0,1,2. Repeat it to train every combination (default: one run).",
         ),
     ] = None,
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Train a model, or several that differ in some settings.
+    """Train a model, or several with different settings.
 
-    CONFIG is a preset (quick, paper) or a TOML file that holds what differs from the paper's settings;
-    KEY=VALUE comes on top of it, such as method=fedavg rounds=50 split.alpha=0.5 seed=1. With --vary there
-    is a run for each value, in folders of their own; on a GPU they train side by side.
+    CONFIG is a preset (quick, paper) or a TOML file with the settings that differ from the paper's. KEY=VALUE
+    overrides it: method=fedavg rounds=50 split.alpha=0.5 seed=1. With --vary each value is a run with its own
+    folder; on a GPU the runs train in parallel.
     """
     if not vary:
-        requested = asked(words, data_dir, device)
+        requested = parse_request(words, data_dir, device)
         from fedhassle.runs.launch import start
 
-        follow_to_the_end(start(requested, out))
+        follow_run(start(requested, out))
         return
-    many = [(name, asked([*(words or []), *more], data_dir, device)) for name, more in variations(vary)]
+    many = [
+        (name, parse_request([*(words or []), *more], data_dir, device)) for name, more in variations(vary)
+    ]
     from fedhassle.runs.launch import start_several
 
-    follow_all_to_the_end(start_several(many, out))
+    follow_runs(start_several(many, out))
 
 
 def resume(
     folders: Annotated[
-        list[Path], typer.Argument(help="The folder of a run that was cut, several, or one of such folders.")
+        list[Path], typer.Argument(help="Folders of interrupted runs, or folders that contain such folders.")
     ],
-    device: Device = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: the run's).")
+    ] = None,
 ) -> None:
-    """Go on with runs after a crash, a kill or Ctrl-C."""
+    """Resume runs after a crash, a kill or Ctrl-C."""
     from fedhassle.runs.launch import Loader, reopen
     from fedhassle.runs.record import Folder, begun_in
 
@@ -70,12 +75,12 @@ def resume(
     load = Loader()
     cut = [reopen(path, device, load) for path in there if path not in finished]
     if len(cut) == 1:
-        follow_to_the_end(cut[0])
+        follow_run(cut[0])
     elif cut:
-        follow_all_to_the_end(cut)
+        follow_runs(cut)
 
 
-def follow_to_the_end(launched: Run) -> None:
+def follow_run(launched: Run) -> None:
     """Shows a run while it trains, then its result."""
     from fedhassle.runs.launch import carry_out
     from fedhassle.runs.live import follow
@@ -85,19 +90,19 @@ def follow_to_the_end(launched: Run) -> None:
     say(
         console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} a round, {counted(settings.rounds, 'round')}, on {settings.device}; "
+        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {settings.device}; "
         f"files in {path}",
     )
     try:
         follow(carry_out(launched), settings.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
-        say(console, f"stopped; go on with: {way_on(launched.folder)}")
+        say(console, f"stopped; to continue: {way_on(launched.folder)}")
         raise typer.Exit(130) from None
     show_result(path)
 
 
-def follow_all_to_the_end(launched: Sequence[Run]) -> None:
-    """Shows several runs while they train, then their results together, and at the end what went wrong."""
+def follow_runs(launched: Sequence[Run]) -> None:
+    """Shows several runs while they train, then compares their results and lists those that failed."""
     from fedhassle.runs.live import follow_together
     from fedhassle.runs.record import way_on
     from fedhassle.runs.several import carry_out_together
@@ -109,7 +114,7 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
     try:
         ends = follow_together(carry_out_together(launched), console)
     except KeyboardInterrupt:
-        say(console, f"stopped; go on with: {way_on(*(run.folder for run in launched))}")
+        say(console, f"stopped; to continue: {way_on(*(run.folder for run in launched))}")
         raise typer.Exit(130) from None
     done = [path for path, end in zip(paths, ends, strict=True) if end.error is None]
     if done:
@@ -122,9 +127,9 @@ def follow_all_to_the_end(launched: Sequence[Run]) -> None:
 
 
 def show_comparison(paths: Sequence[Path], picture: Path | None = None, against: str | None = None) -> None:
-    """The table of finished runs, those that differ in their seed alone together; before it, their curves.
+    """Prints the table of finished runs, grouped over seeds, and draws their curves.
 
-    Beneath it, by how much they are above the first, or the one that is named, on the same seeds.
+    Below the table are the differences to the first group, or to the one named `against`, seed by seed.
     """
     from fedhassle.runs.curves import draw_curves
     from fedhassle.runs.live import comparison_table, gaps
@@ -140,20 +145,20 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
         say(console, line)
     double = len(paths) - sum(len(group.runs) for group in groups)
     if double:
-        say(console, f"left out, of the same settings and seed as another: {counted(double, 'run')}")
+        say(console, f"left out, with the same settings and seed as another run: {counted(double, 'run')}")
     if len({group.seeds for group in groups}) > 1:
-        say(console, "not all have the same seeds: compare on those that all have")
+        say(console, "the groups have different seeds: compare only the seeds that they share")
 
 
 def show_result(path: Path) -> None:
-    """The table of a finished run, and where its files are."""
+    """Prints the table of a finished run and the paths of its files."""
     from fedhassle.runs.live import final_table
     from fedhassle.runs.record import Folder, on_test_images, read_summary
 
     folder, summary = Folder(path), read_summary(path)
     console.print(final_table(summary))
     if (tested := on_test_images(summary)) is not None:
-        console.print(final_table(tested, "the same on the coordinator's test images"))
+        console.print(final_table(tested, "on the coordinator's test images"))
     for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
         say(console, f"{what:8} {file}")
 
@@ -161,20 +166,22 @@ def show_result(path: Path) -> None:
 def compare(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="Folders of finished runs, folders of such folders, or summary.json files."),
+        typer.Argument(
+            help="Folders of finished runs, folders that contain such folders, or summary.json files."
+        ),
     ],
-    picture: Annotated[Path, typer.Option(help="Where the picture goes (.png, .svg or .pdf).")] = Path(
+    picture: Annotated[Path, typer.Option(help="Picture to write (.png, .svg or .pdf).")] = Path(
         "compare.png"
     ),
     against: Annotated[
         str | None,
-        typer.Option(help="What the others are held against, as the table calls it; else the first."),
+        typer.Option(help="Row of the table to compare the others with (default: the first)."),
     ] = None,
 ) -> None:
-    """Compare runs: a table, and their curves together.
+    """Compare finished runs: a table, and a plot of their curves.
 
-    Runs that differ in their seed alone are taken together as mean ± std. Beneath are the differences to the
-    first, seed by seed. Runs without a summary.json, which are not finished, are named and left out.
+    Runs that differ only in their seed are averaged (mean ± std). Below the table are the differences to the
+    first row, seed by seed. Unfinished runs, without a summary.json, are listed and left out.
     """
     from fedhassle.data.picture_files import check_picture
     from fedhassle.runs.curves import FORMATS
@@ -199,5 +206,5 @@ def methods() -> None:
 
 
 def first_line(text: str | None) -> str:
-    """The first line of a docstring."""
+    """Returns the first line of a docstring."""
     return (text or "").strip().partition("\n")[0]

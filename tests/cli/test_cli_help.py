@@ -1,11 +1,13 @@
-"""Lists and help of the command line."""
+"""The lists and the help of the command line."""
 
 import subprocess
 import sys
 import typing
 
 import pytest
+from click import Context
 from small import LIMIT, call, environment
+from typer.main import get_command
 from typer.models import ArgumentInfo
 
 from fedhassle.cli.main import app
@@ -47,7 +49,7 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
         (("methods",), ("one line each",)),
         (("data",), ("list", "check")),
         (("federation",), ("init", "join", "admit", "expel", "server", "node", "run", "status", "demo")),
-        (("federation", "server"), ("[FOLDER]", "until Ctrl-C")),
+        (("federation", "server"), ("[FOLDER]",)),
         (("federation", "node"), ("--data", "--federation", "--name", "--labels", "--hash", "--device")),
         (("federation", "run"), ("[FOLDER]", "--out", "--test", "central")),
         (("federation", "status"), ("[FOLDER]",)),
@@ -62,7 +64,7 @@ def test_help(command, mentioned):
 
 
 def arguments(typer, *above):
-    """Every positional argument of every command: the command's words, and the help of the argument."""
+    """Yields every positional argument: the words of its command, and its help."""
     for command in typer.registered_commands:
         words = (*above, command.name or command.callback.__name__)
         for hint in typing.get_type_hints(command.callback, include_extras=True).values():
@@ -74,17 +76,34 @@ def arguments(typer, *above):
 
 @pytest.mark.parametrize(("words", "help_"), list(arguments(app)), ids=str)
 def test_the_help_of_a_positional_argument_is_shown(words, help_):
-    """Wherever its lines break."""
+    """Compared without whitespace, since lines may break anywhere."""
     shown = "".join(call(*words, "--help")[1].split())
     assert help_ and "".join(help_.split()) in shown
 
 
-def test_a_command_that_is_nearly_right_is_suggested_once():
+def options(command, *words):
+    """Yields every option that takes a value and may be left out: the words of its command, and its help."""
+    for name, part in getattr(command, "commands", {}).items():
+        yield from options(part, *words, name)
+    for option in command.params:
+        if option.param_type_name == "option" and not option.is_flag and not option.required:
+            yield " ".join([*words, option.opts[0]]), option.get_help_record(Context(command))[1]
+
+
+IMAGES = ("--classes", "--like", "--from-folder")  # one of these is required
+
+
+@pytest.mark.parametrize(("words", "help_"), list(options(get_command(app))), ids=str)
+def test_an_option_says_its_default(words, help_):
+    assert "default: " in help_ or words.endswith(IMAGES)
+
+
+def test_a_misspelt_command_has_one_suggestion():
     code, _, err = call("runn")
     assert code == 2 and err.count("Did you mean") == 1
 
 
-def test_help_does_not_wait_for_pytorch():
+def test_help_does_not_import_pytorch():
     code = "import sys, fedhassle.cli.main; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=LIMIT, check=False)
     assert done.returncode == 0

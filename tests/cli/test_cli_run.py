@@ -1,4 +1,4 @@
-"""A run from the command line: what it prints, what it leaves behind, and that it can be had again."""
+"""A run from the command line: its output, its files, and that it can be repeated."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ def test_a_run_prints_plain_lines_then_a_table_and_its_files(finished):
     folder, out = finished
     assert "\x1b" not in out and "\r" not in out  # no terminal
     lines = out.splitlines()
-    assert lines[0].startswith("hassle on small.npz: 6 clients, 4 a round, 4 rounds, on cpu")
+    assert lines[0].startswith("hassle on small.npz: 6 clients, 4 per round, 4 rounds, on cpu")
     assert str(folder) in lines[0]
     rounds = [line for line in lines if line.startswith("round ")]
     for line, metrics in zip(rounds, metrics_of(folder), strict=True):
@@ -42,7 +42,7 @@ def test_a_run_prints_plain_lines_then_a_table_and_its_files(finished):
         assert any(line.endswith(f" {folder / file}") for line in lines)
 
 
-def test_a_run_leaves_these_files(finished):
+def test_a_run_writes_these_files(finished):
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "split.npz", "metrics.jsonl", "summary.json", "curves.png"),
@@ -138,8 +138,8 @@ def test_a_summary_is_a_whole_result(finished, words):
     assert (folder / "summary.json").stat().st_size < 10_000
 
 
-def test_the_code_of_a_result_is_known_by_its_hash(tmp_path, monkeypatch):
-    """It depends on the names and the contents of the package's modules, and on nothing else."""
+def test_a_summary_holds_the_hash_of_the_code(tmp_path, monkeypatch):
+    """It depends only on the names and contents of the package's modules."""
     hashes = []
     for files in ({"a.py": "x", "b.py": "y"}, {"a.py": "xy", "b.py": ""}, {"a.py": "x", "c.py": "y"}):
         home = tmp_path / str(len(hashes))
@@ -172,18 +172,12 @@ def test_the_baselines_run_and_count_their_bytes(method, without_residuals, tmp_
     weights = (152 + 8) + 16 * (6 * 25 + 1) + 120 * 17 + (84 * 120 + 88) + (4 * 84 + 8)
     for line in metrics_of(folder):
         assert set(line["accuracy"]) == {"model"} and set(line["loss"]) == {"w"}
-        assert line["pseudo_label_accuracy"] is None  # none is given
+        assert line["pseudo_label_accuracy"] is None  # FedAvg has no pseudo-labels
         expected = {kind: 4 * weights * line["clients"][kind] for kind in ("full", "partial")}
         assert line["bytes_up"] == line["bytes_down"] == {**expected, "unlabelled": 0}
 
 
-def test_what_is_unknown_is_null(without_residuals, tmp_path):
-    folder = tmp_path / "run"
-    assert call("run", *without_residuals, "method=fedavg", "--out", folder)[0] == 0
-    assert '"pseudo_label_accuracy": null' in (folder / "metrics.jsonl").read_text("utf-8")
-
-
-def test_python_gives_the_same_as_the_command(finished, words, tmp_path, capsys):
+def test_python_returns_the_same_as_the_command(finished, words, tmp_path, capsys):
     settings = dict(word.split("=", 1) for word in words)
     for key, value in settings.items():
         settings[key] = int(value) if value.isdecimal() else value
@@ -195,7 +189,7 @@ def test_python_gives_the_same_as_the_command(finished, words, tmp_path, capsys)
     assert result.model.predict(np.zeros((1, 12, 12), np.uint8)).probabilities.shape == (1, 4)
 
 
-def test_without_out_a_run_gets_a_folder_of_its_own(words, tmp_path, monkeypatch):
+def test_without_out_a_run_creates_its_own_folder(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         assert call("run", *words, "rounds=1")[0] == 0
@@ -204,8 +198,8 @@ def test_without_out_a_run_gets_a_folder_of_its_own(words, tmp_path, monkeypatch
     assert all((folder / "summary.json").exists() for folder in folders)
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    """Each keeps the settings that it was asked for."""
+def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path, monkeypatch):
+    """Each keeps its own settings."""
     monkeypatch.chdir(tmp_path)
     every, together = range(8), threading.Barrier(8)
 
@@ -219,7 +213,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, 
     assert [recorded(folder).top("seed", None) for folder in folders] == list(every)
 
 
-def test_a_picture_that_cannot_be_drawn_is_no_reason_to_lose_a_run(words, tmp_path, monkeypatch):
+def test_a_run_survives_an_error_in_its_plot(words, tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError("no such symbol")
 
@@ -231,13 +225,13 @@ def test_a_picture_that_cannot_be_drawn_is_no_reason_to_lose_a_run(words, tmp_pa
     )
 
 
-def test_one_round_is_no_rounds(words, tmp_path):
+def test_one_round_is_in_the_singular(words, tmp_path):
     _, out, _ = call("run", *words, "rounds=1", "--out", tmp_path / "run")
     lines = out.splitlines()
     assert ", 1 round, on cpu" in lines[0] and "hassle on small.npz, 1 round, seed 0" in out
     assert "last 1 evaluation " in out
 
 
-def test_an_empty_folder_may_be_the_runs(words, tmp_path):
+def test_a_run_may_use_an_empty_folder(words, tmp_path):
     assert call("run", *words, "rounds=1", "--out", tmp_path)[0] == 0
     assert (tmp_path / "summary.json").exists()

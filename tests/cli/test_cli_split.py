@@ -1,4 +1,4 @@
-"""`fedhassle split`: who holds what, as a table, as JSON, as a picture and as a file."""
+"""`fedhassle split`: the data of each client as a table, JSON, a picture and a file."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from small import PNG, but_seconds, call, metrics_of, strict, summary_of
 
 
 def test_split_counts_what_the_run_holds(words, images, tmp_path):
-    """The JSON against the rows in the saved file and the labels of the images."""
+    """Compares the JSON with the rows in the saved file and the labels of the images."""
     picture, save = tmp_path / "dots.png", tmp_path / "split.npz"
     code, out, _ = call("split", *words, "--json", "--picture", picture, "--save", save)
     assert code == 0 and picture.read_bytes().startswith(PNG)
@@ -26,7 +26,7 @@ def test_split_counts_what_the_run_holds(words, images, tmp_path):
             assert client[f"effective_{part}"] == pytest.approx(effective)
 
 
-def test_split_prints_a_table_and_draws_beside_it(words, tmp_path, monkeypatch):
+def test_split_prints_a_table_and_writes_a_picture(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = call("split", *words)
     assert code == 0 and (tmp_path / "split.png").read_bytes().startswith(PNG)
@@ -40,22 +40,22 @@ def test_split_prints_a_table_and_draws_beside_it(words, tmp_path, monkeypatch):
 
 
 def test_the_table_of_a_split_is_not_cut(words, tmp_path):
-    """On the 80 columns that a pipe or a small terminal has."""
+    """With the 80 columns of a pipe or a small terminal."""
     _, out, _ = call("split", *words, "--picture", tmp_path / "x.svg")
     assert "…" not in out and out.count("unlabelled") >= 3
 
 
-def test_a_split_is_drawn_as_svg_too(words, tmp_path):
+def test_a_split_can_be_drawn_as_svg(words, tmp_path):
     assert call("split", *words, "--picture", tmp_path / "dots.svg")[0] == 0
     assert "<svg" in (tmp_path / "dots.svg").read_text("utf-8")
 
 
-def test_a_picture_of_another_kind_is_refused_before_any_image_is_loaded(tmp_path):
+def test_an_unknown_picture_format_is_refused_before_any_image_is_loaded(tmp_path):
     code, out, err = call("split", f"data={tmp_path / 'none.npz'}", "--picture", "x.jpg")
-    assert code == 2 and "ends in .png or .svg, got 'x.jpg'" in err and out == ""
+    assert code == 2 and ".png or .svg" in err and "x.jpg" in err and out == ""
 
 
-def test_a_split_given_by_file_is_the_split(words, finished, tmp_path):
+def test_a_run_uses_the_split_of_a_file(words, finished, tmp_path):
     save, out = tmp_path / "other.npz", tmp_path / "run"
     said = call("split", *words, "split.seed=77", "--save", save, "--picture", tmp_path / "x.png")[1]
     assert said.endswith(f"picture  {tmp_path / 'x.png'}\nsplit    {save}\n")
@@ -67,7 +67,7 @@ def test_a_split_given_by_file_is_the_split(words, finished, tmp_path):
     assert hashes[0] == saved != hashes[1]
 
 
-def test_the_picture_of_a_split_in_a_file_claims_nothing_of_how_it_was_made(words, finished, tmp_path):
+def test_the_picture_of_a_saved_split_does_not_state_alpha(words, finished, tmp_path):
     other = [word for word in words if not word.startswith("split.")]
     given = f"split.file={finished[0] / 'split.npz'}"
     assert call("split", *other, given, "--picture", tmp_path / "x.svg")[0] == 0
@@ -75,7 +75,7 @@ def test_the_picture_of_a_split_in_a_file_claims_nothing_of_how_it_was_made(word
     assert "small.npz, split.npz" in text and "α" not in text
 
 
-def test_the_split_of_a_run_can_be_given_to_the_next(words, finished, tmp_path):
+def test_the_split_of_a_run_can_be_reused(words, finished, tmp_path):
     other = [word for word in words if not word.startswith("split.")]
     given = f"split.file={finished[0] / 'split.npz'}"
     assert call("run", *other, given, "--out", tmp_path / "run")[0] == 0

@@ -1,4 +1,4 @@
-"""The command line in a process of its own: on a terminal, and where the output is ASCII."""
+"""The command line in its own process: on a terminal, and with ASCII output."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from small import LIMIT, environment, metrics_of, process
 
 
 def on_a_terminal(command, **changes):
-    """Exit code and all output of a command on a pseudo-terminal."""
+    """Runs a command on a pseudo-terminal; returns its exit code and output."""
     ours, theirs = pty.openpty()
     env = environment(TERM="xterm", COLUMNS="150", LINES="40", **changes)
     running = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -33,7 +33,7 @@ def on_a_terminal(command, **changes):
         os.close(ours)
 
 
-def test_a_terminal_shows_the_run_while_it_goes_on(words, tmp_path):
+def test_a_terminal_shows_the_progress_of_a_run(words, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "fedhassle", "run", *words, "rounds=12", "--out", str(folder)]
     code, output = on_a_terminal(command)
@@ -47,6 +47,6 @@ def test_a_terminal_shows_the_run_while_it_goes_on(words, tmp_path):
     assert "SM  supervised" in shown and str(folder / "model.safetensors") in shown
 
 
-def test_lists_can_be_printed_where_the_output_is_ascii():
+def test_lists_can_be_printed_as_ascii():
     done = process("methods", PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stderr == b"" and b"hassle" in done.stdout

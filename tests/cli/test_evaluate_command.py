@@ -1,4 +1,4 @@
-"""`fedhassle evaluate`: where labelled images come from, and the figures that it prints, writes and draws."""
+"""`fedhassle evaluate`: its labelled images, and the metrics that it prints, writes and draws."""
 
 import json
 import re
@@ -25,20 +25,20 @@ def data(images):
 
 
 def figures(tmp_path, *words):
-    """What a call that went well wrote as JSON, and its error output."""
+    """Returns the JSON that a successful call wrote, and its error output."""
     code, _, err = call("evaluate", *words, "--json", tmp_path / "figures.json")
     assert code == 0, err
     return strict((tmp_path / "figures.json").read_text("utf-8")), err
 
 
 def saved(folder, data, names):
-    """Images as files of these names."""
+    """Saves images under these names."""
     for image, name in zip(data, names, strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0]).save(folder / name)
 
 
-def test_the_test_part_of_a_file_gives_what_the_run_said(finished, images, data, tmp_path):
+def test_the_test_images_of_a_file_give_the_accuracy_of_the_run(finished, images, data, tmp_path):
     found, err = figures(tmp_path, finished[0], images)
     assert err == "" and found["images"] == 40 and list(found["predictions"]) == ["SM", "UM", "EM"]
     model = fedhassle.load(finished[0])
@@ -50,7 +50,7 @@ def test_the_test_part_of_a_file_gives_what_the_run_said(finished, images, data,
         assert made["accuracy_95"][0] < made["accuracy"] < made["accuracy_95"][1]
 
 
-def test_the_tables_show_the_figures(finished, images, tmp_path):
+def test_the_tables_show_the_metrics(finished, images, tmp_path):
     code, out, err = call("evaluate", finished[0], images)
     assert (code, err) == (0, "")
     found, _ = figures(tmp_path, finished[0], images)
@@ -67,7 +67,7 @@ def test_the_tables_show_the_figures(finished, images, tmp_path):
         assert re.search(pattern, by_class)
 
 
-def test_files_are_named_at_the_end_and_there_before_anything_is_printed(
+def test_files_are_written_before_anything_is_printed_and_named_at_the_end(
     finished, images, tmp_path, monkeypatch
 ):
     picture, figures = tmp_path / "e.png", tmp_path / "e.json"
@@ -84,7 +84,7 @@ def test_files_are_named_at_the_end_and_there_before_anything_is_printed(
     assert call(*words)[0] == 0 and there == [True, True]
 
 
-def test_a_mode_alone(finished, images, tmp_path):
+def test_a_single_mode(finished, images, tmp_path):
     found, _ = figures(tmp_path, finished[0], images, "--mode", "um")
     assert list(found["predictions"]) == ["UM"]
     assert "by class, UM" in call("evaluate", finished[0], images, "--mode", "UM")[1]
@@ -94,17 +94,17 @@ def test_folders_named_by_class(finished, images, data, tmp_path):
     folder = tmp_path / "scans"
     saved(folder, data[0], [f"{k}/deep/{i}.png" for i, k in enumerate(data[1])])
     saved(folder, data[0][:2], ["unlabelled/x.png", ".cache/y.png"])
-    (folder / "unlabelled" / "broken.png").touch()  # of no account
+    (folder / "unlabelled" / "broken.png").touch()  # ignored: it has no label
     (folder / "notes.txt").touch()
     found, err = figures(tmp_path, finished[0], folder)
     assert err == "skipped: 1\n  notes.txt: no image file (.txt)\n" and found["images"] == 40
     expected, _ = figures(tmp_path, finished[0], images)
-    for name, made in found["predictions"].items():  # sums in another order
+    for name, made in found["predictions"].items():  # AUROC sums in another order
         assert made["confusion"] == expected["predictions"][name]["confusion"]
         assert made["auroc"] == pytest.approx(expected["predictions"][name]["auroc"], abs=1e-12)
 
 
-def test_a_list_of_labels(finished, images, data, tmp_path):
+def test_a_label_file(finished, images, data, tmp_path):
     folder = tmp_path / "scans"
     names = [f"part {i // 15}/{i:02}.png" for i in range(40)]
     saved(folder, data[0], names)
@@ -130,7 +130,7 @@ def test_unreadable_images_are_named_and_left_out(finished, data, tmp_path):
     assert err == "skipped: 1\n  0/gone.png: named by row 3 of labels.csv, but no such image is there\n"
 
 
-def test_what_was_done_to_images_is_said_but_for_their_size_and_colours(finished, data, tmp_path):
+def test_conversions_are_listed_except_size_and_colours(finished, data, tmp_path):
     folder = tmp_path / "scans"
     saved(folder, data[0][:2], ["0/a.png", "1/b.png"])
     Image.new("CMYK", (40, 20)).save(folder / "0" / "c.tif")
@@ -152,14 +152,14 @@ def test_what_was_done_to_images_is_said_but_for_their_size_and_colours(finished
         (b"file,label\n\xff.png,0\n", "labels.csv is not UTF-8"),
     ],
 )
-def test_a_bad_list_ends_with_code_2(content, message, finished, tmp_path):
+def test_a_bad_label_file_ends_with_code_2(content, message, finished, tmp_path):
     Image.new("L", (12, 12)).save(tmp_path / "a.png")
     (tmp_path / "labels.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     code, out, err = call("evaluate", finished[0], tmp_path)
     assert code == 2 and message in err and out == "" and "Traceback" not in err
 
 
-def test_a_folder_of_no_class_ends_with_code_2(finished, tmp_path):
+def test_a_folder_that_is_not_a_class_ends_with_code_2(finished, tmp_path):
     (tmp_path / "cats").mkdir()
     Image.new("L", (12, 12)).save(tmp_path / "cats" / "a.png")
     code, _, err = call("evaluate", finished[0], tmp_path)
@@ -174,12 +174,12 @@ def test_a_folder_of_no_class_ends_with_code_2(finished, tmp_path):
         ("fmnist-mini", "fmnist-mini has the label 9; expected −1, or 0 to 3"),
     ],
 )
-def test_data_that_cannot_be_ends_with_code_2(word, message, finished):
+def test_unusable_data_ends_with_code_2(word, message, finished):
     code, _, err = call("evaluate", finished[0], word)
     assert code == 2 and message in err
 
 
-def test_images_of_another_size_are_fitted(finished, data, tmp_path):
+def test_images_of_another_size_are_resized(finished, data, tmp_path):
     x, y = np.kron(data[0], np.ones((1, 2, 2, 3), np.uint8)), data[1]
     np.savez(tmp_path / "large.npz", x=x, y=y)
     found, _ = figures(tmp_path, finished[0], tmp_path / "large.npz")
@@ -190,7 +190,7 @@ def test_images_of_another_size_are_fitted(finished, data, tmp_path):
     assert found["images"] == 40 and found["predictions"]["EM"]["accuracy"] == (classes == y).mean()
 
 
-def test_classes_go_by_their_names_where_both_sides_have_them():
+def test_classes_match_by_name_if_both_sides_have_names():
     y = np.array([0, 1, -1, 2])
     assert renumbered(y, ("b", "c", "a"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
     assert renumbered(y, ("b", "c", "a", "never"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
@@ -210,7 +210,7 @@ def test_classes_go_by_their_names_where_both_sides_have_them():
         ("bca", "012", [0, 1, 2]),
     ],
 )
-def test_classes_go_by_number_where_a_side_has_no_names(theirs, ours, expected, tmp_path):
+def test_classes_match_by_number_if_a_side_has_no_names(theirs, ours, expected, tmp_path):
     x = np.arange(4 * 36, dtype=np.uint8).reshape(4, 6, 6)
     named = {} if theirs is None else {"class_names": list(theirs)}
     np.savez(tmp_path / "x.npz", x=x, y=[0, 1, -1, 2], **named)
@@ -218,18 +218,18 @@ def test_classes_go_by_number_where_a_side_has_no_names(theirs, ours, expected, 
     assert found.y.tolist() == expected and (found.x[..., 0] == x[[0, 1, 3]]).all()
 
 
-def test_long_work_shows_a_bar_on_a_terminal(finished, data, tmp_path, monkeypatch):
+def test_long_work_shows_a_progress_bar_on_a_terminal(finished, data, tmp_path, monkeypatch):
     saved(tmp_path / "scans", data[0], [f"{k}/{i}.png" for i, k in enumerate(data[1])])
     words = ("evaluate", finished[0], tmp_path / "scans")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    assert call(*words)[2] == ""  # short work
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich treats this as a terminal
+    assert call(*words)[2] == ""  # too few images for a bar
     monkeypatch.setattr(images, "AT_ONCE", 7)
     code, _, err = call(*words)
     assert code == 0 and "images" in err and "/40" in err
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture_holds_every_prediction(suffix, finished, images, tmp_path):
+def test_the_picture_shows_every_prediction(suffix, finished, images, tmp_path):
     path = tmp_path / f"deep/x.{suffix}"
     assert call("evaluate", finished[0], images, "--picture", path)[0] == 0
     if suffix == "png":
@@ -242,12 +242,12 @@ def test_the_picture_holds_every_prediction(suffix, finished, images, tmp_path):
             assert f"<!-- {name}: accuracy" in text and f"<!-- {name}: calibration error" in text
 
 
-def test_a_picture_of_another_kind_is_refused_before_any_work(finished, images, tmp_path):
+def test_an_unknown_picture_format_is_refused_before_any_work(finished, images, tmp_path):
     code, out, err = call("evaluate", finished[0], images, "--picture", tmp_path / "x.gif")
     assert code == 2 and ".png, .svg or .pdf" in err and out == ""
 
 
-def test_the_suffix_of_a_picture_may_have_capitals(finished, images, tmp_path):
+def test_the_suffix_of_a_picture_may_be_in_capitals(finished, images, tmp_path):
     assert call("evaluate", finished[0], images, "--picture", tmp_path / "x.PNG")[0] == 0
     assert (tmp_path / "x.PNG").read_bytes().startswith(PNG)
 
@@ -262,6 +262,6 @@ def test_many_classes_and_odd_names_are_drawn(tmp_path, rng):
         assert (tmp_path / f"{m}.png").read_bytes().startswith(PNG)
 
 
-def test_from_a_process_with_a_named_data_set_it_is_quiet(finished, images):
+def test_a_process_prints_nothing_to_standard_error(finished, images):
     done = small.process("evaluate", finished[0], images)
     assert done.returncode == 0 and done.stderr == b""

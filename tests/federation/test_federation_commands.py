@@ -88,12 +88,12 @@ def test_without_a_server_nothing_runs_and_nothing_is_left(coordinator, tmp_path
     assert code == 2 and "no server answers at 127.0.0.1:" in err and "fedhassle federation server" in err
     assert not (tmp_path / "runs").exists()
     code, out, _ = call("federation", "status", coordinator)
-    assert code == 0 and "the server does not run here" in out and "no site is admitted yet" in out
+    assert code == 0 and "the server is not running" in out and "no site is admitted yet" in out
 
 
 def test_run_refuses_a_folder_that_is_taken_and_a_method_that_pools(coordinator, finished, tmp_path):
     for out, message in (
-        (finished[0], "holds a finished run"),
+        (finished[0], "contains a finished run"),
         (tmp_path, "is not an empty folder"),
     ):
         code, _, err = call("federation", "run", coordinator, "--out", out)
@@ -101,7 +101,7 @@ def test_run_refuses_a_folder_that_is_taken_and_a_method_that_pools(coordinator,
     (tmp_path / "simulated").mkdir()
     (tmp_path / "simulated" / "config.toml").touch()
     code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "simulated")
-    assert code == 2 and "no federation's: fedhassle resume" in err
+    assert code == 2 and "simulated run: fedhassle resume" in err
     code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "none")
     assert code == 2 and "none does not exist" in err
     file = coordinator / "federation.toml"
@@ -133,13 +133,13 @@ def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, picture
     run = tmp_path / "run"
     Audit(run / "audit.jsonl").write("created", run="x", test=str(pictures))
     code, out, err = call("federation", "run", coordinator, "--out", run)
-    assert code == 2 and "no server answers" in err and f"tested on {pictures}, as before" in one_line(out)
-    assert f"go on with: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(
+    assert code == 2 and "no server answers" in err and f"test images: {pictures}, as before" in one_line(out)
+    assert f"to continue: fedhassle federation run {coordinator} --out {run} --test {pictures}" in one_line(
         err
     )
     moved = pictures.rename(tmp_path / "moved")
     code, out, err = call("federation", "run", coordinator, "--out", run)
-    assert code == 2 and f"{pictures} does not exist" in err and "name another with --test" in one_line(err)
+    assert code == 2 and f"{pictures} does not exist" in err and "choose another with --test" in one_line(err)
     code, out, err = call("federation", "run", coordinator, "--out", run, "--test", moved)
     assert "no server answers" in err and f"--test {moved}" in one_line(err) and "as before" not in out
 
@@ -147,8 +147,8 @@ def test_a_run_that_goes_on_is_tested_on_what_it_was_before(coordinator, picture
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        ("pending", "another run is going on with these sites, in /runs/first"),
-        ("running", "another run is going on with these sites, in /runs/first"),
+        ("pending", "another run is using these sites, in /runs/first"),
+        ("running", "another run is using these sites, in /runs/first"),
         ("finished:stopped", "submitted"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_second_run_is_refused_while_another_is_going_on(
     monkeypatch.setattr(control, "runs", lambda link: [first])
     code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
     assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
-    assert f"go on with: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
+    assert f"to continue: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
 
 
 def one_line(text):
@@ -208,7 +208,7 @@ def test_a_method_of_ones_own_that_is_not_here_is_named_before_anything_starts(c
     for command in ("server", "run"):
         code, _, err = call("federation", command, coordinator)
         assert code == 2 and "'own_avg:Mine' cannot be imported: ModuleNotFoundError" in one_line(err)
-        assert "start the command in the folder that holds own_avg" in one_line(err)
+        assert "run the command in the folder of own_avg" in one_line(err)
 
 
 def test_what_is_started_imports_what_lies_in_the_working_folder(tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_node_that_cannot_work_says_why_and_does_not_start(coordinator, pictur
     assert "make it with: fedhassle federation join" in out and not (coordinator / "node").exists()
     words = ("--federation", coordinator, "--name", "x", "--device", "gpu")
     code, _, err = call("federation", "node", "--data", pictures, *words)
-    assert code == 2 and "--device is auto, cpu or cuda" in err
+    assert code == 2 and "--device must be auto, cpu or cuda" in err
 
 
 def test_a_demo_does_not_write_into_what_is_there(pictures):
@@ -453,7 +453,7 @@ def test_status_says_who_is_there_and_whom_the_last_run_refused(coordinator, tmp
     code, out, _ = call("federation", "status", coordinator)
     lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
     assert code == 0 and lines == [["north", "here"], ["south", "here"]]
-    assert one_line(out).count("the last run has refused it: its file is another one") == 1
+    assert one_line(out).count("refused by the last run: its file is another one") == 1
 
 
 def test_a_server_that_runs_follows_the_record(coordinator, tmp_path, monkeypatch):

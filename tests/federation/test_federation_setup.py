@@ -152,15 +152,15 @@ CLASSES = ("--classes", "a,b", "--size", "8")
 BAD = {
     "nothing said": ((), "one of --classes, --like and --from-folder"),
     "two ways": ((*CLASSES, "--like", "fmnist"), "one of --classes"),
-    "no size": (("--classes", "a,b"), "--classes goes with --size"),
-    "no such size": (("--classes", "a,b", "--size", "8by8"), "--size is a number of pixels"),
+    "no size": (("--classes", "a,b"), "--classes needs --size"),
+    "no such size": (("--classes", "a,b", "--size", "8by8"), "got '8by8'"),
     "no pixels": (("--classes", "a,b", "--size", "0"), "data.height must lie between"),
     "one class": (("--classes", "a", "--size", "8"), "two classes or more"),
     "a class without a name": (("--classes", "a,,b", "--size", "8"), "'' is no name"),
-    "two channels": ((*CLASSES, "--channels", "2"), "--channels is 1"),
+    "two channels": ((*CLASSES, "--channels", "2"), "--channels must be 1"),
     "no such data set": (("--like", "fmist"), "did you mean 'fmnist'?"),
     "no folder": (("--from-folder", "nowhere"), "nowhere does not exist"),
-    "labels of nothing": ((*CLASSES, "--labels", "x.csv"), "--labels goes with --from-folder"),
+    "labels of nothing": ((*CLASSES, "--labels", "x.csv"), "--labels needs --from-folder"),
     "no such setting": ((*CLASSES, "round=3"), "did you mean 'rounds'?"),
     "all data in one place": ((*CLASSES, "method=central"), "needs all data in one place"),
     "no such method": ((*CLASSES, "method=fedavgg"), "did you mean 'fedavg'?"),
@@ -315,7 +315,7 @@ def test_names_and_keys_occur_once(coordinator, tmp_path):
 def test_a_site_is_admitted_by_the_name_that_its_key_has(coordinator, tmp_path):
     where, north = ("--federation", coordinator), public(tmp_path, "north")
     code, _, err = call("admit", "nroth", north, *where)
-    assert code == 2 and "is called north, not nroth: fedhassle federation admit north" in err
+    assert code == 2 and "not nroth: run fedhassle federation admit north" in err
     assert admitted(coordinator) == {}
     key = keys.read_public_key(north)
     for said in ("", " somebody@somewhere", " two words"):  # nobody's name
@@ -328,7 +328,7 @@ def test_a_site_that_was_admitted_by_another_name_keeps_its_key(coordinator, tmp
     admit_site(coordinator, "nroth", keys.read_public_key(north))
     before = admitted(coordinator)["nroth"]
     code, out, err = call("admit", "north", north, *where)
-    assert (code, err) == (0, "") and "nroth is called north from now on: SHA256:" in out
+    assert (code, err) == (0, "") and "nroth is now named north: SHA256:" in out
     assert admitted(coordinator) == {"north": before._replace(name="north")}
     admit_site(coordinator, "south", keys.read_public_key(public(tmp_path, "south")))
     with pytest.raises(UserError, match="south is admitted with another key"):

@@ -1,4 +1,4 @@
-"""Small things to test with: data, networks, federations and runs that train in milliseconds."""
+"""Small data, networks, federations and runs for tests, which train in milliseconds."""
 
 import contextlib
 import io
@@ -52,12 +52,12 @@ class Linear(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolution, BatchNorm, linear: the smallest network with every kind of tensor that travels."""
+    """Convolution, BatchNorm, linear: the smallest network with every kind of tensor that is sent."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
         planes = max(1, round(8 * width))
-        self.norm = nn.BatchNorm2d(planes)  # before the convolution, so that the layout has to reorder
+        self.norm = nn.BatchNorm2d(planes)  # before the convolution, so that the layout must reorder them
         self.conv = nn.Conv2d(shape[0], planes, 3, stride=2)
         self.output = nn.Linear(planes, classes)
 
@@ -66,7 +66,7 @@ class ConvNet(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm of each pixel, then linear: the smallest network in which samples of a batch meet."""
+    """BatchNorm of each pixel, then linear: the smallest network in which samples of a batch interact."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
@@ -78,7 +78,7 @@ class Normed(nn.Module):
 
 
 class NoisyNet(nn.Module):
-    """A linear network behind dropout, with an integer buffer that is a constant."""
+    """Dropout, then linear, with a constant integer buffer."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
@@ -127,7 +127,7 @@ SPLIT = Split(  # one full client, three partial ones, two unlabelled ones, of u
     labelled=(rows(0, 20), rows(20, 26), rows(26, 35), rows(35, 36), rows(0, 0), rows(0, 0)),
     unlabelled=(rows(0, 0), rows(36, 50), rows(50, 61), rows(61, 80), rows(80, 97), rows(97, 120)),
 )
-FULL, PARTIAL, LONE_LABEL, UNLABELLED = "client 1", "client 2", "client 4", "client 5"
+FULL, PARTIAL, UNLABELLED = "client 1", "client 2", "client 5"
 
 
 def simulator(data=None, seed=0, only=None):
@@ -139,14 +139,14 @@ def simulator(data=None, seed=0, only=None):
 
 
 def simulate(method, rounds, seed=0, per_round=4, state=None, first=1, only=None, data=None):
-    """The rounds of a small run."""
+    """Returns the rounds of a small run."""
     plan = Plan(rounds, per_round, seed)
     state = method.initial(seed) if state is None else state
     return list(federate(method, simulator(data, seed, only), plan, state, first))
 
 
 def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
-    """One client that holds the given rows."""
+    """Returns a client with the given rows."""
     data = dataset() if data is None else data
     y = torch.from_numpy(np.asarray(data.y_train, np.int64))
     known, unknown = (torch.tensor(list(part), dtype=torch.long) for part in (labelled, unlabelled))
@@ -155,13 +155,13 @@ def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
 
 
 def beside(*sites):
-    """The same clients on one table of images, as a simulator has them."""
+    """Returns the same clients with a shared array of images, as in a simulator."""
     images, views = sites[0].samples.images, sites[0].views
     return [Site(client, samples._replace(images=images), views) for client, samples, _ in sites]
 
 
 def same(a, b):
-    """Whether two mappings of names to tensors are equal bit for bit."""
+    """True if two mappings of names to tensors are bit-identical."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -175,14 +175,14 @@ def hassle(**settings):
 
 
 def trained(method, here, state=None, t=1, seed=0):
-    """A client's update, from a message of the initial state unless another is given."""
+    """Returns a client's update, by default from the initial state."""
     state = method.initial(0) if state is None else state
     return train(method, here, method.message(state, here.client, t), None, t, seed)[0]
 
 
 # All methods
 
-# Settings with which few steps on small networks use all that a method has.
+# Settings that use every part of a method within few steps on small networks.
 TELLING = {
     "mixmatch": {"rounds": 4},
     "fixmatch": {"confidence": 0.3},
@@ -196,11 +196,11 @@ TELLING = {
 
 
 def made(name, **settings):
-    """A method on the small network, with settings in which few steps show all that it has."""
+    """Returns a method on the small network, with settings that use every part of it in few steps."""
     return METHODS[name](net=net(), **{"batch": 8, "epochs": 1, **TELLING.get(name, {}), **settings})
 
 
-# A method whose clients keep something, with draws, `then` and two streams
+# A method with client memory, draws, `then` and two streams
 
 
 @dataclass(frozen=True)
@@ -251,17 +251,17 @@ SETTINGS = {  # fit the images of the fixture `images`
 
 
 def save_images(path, data):
-    """Writes a data set as the .npz file of a user."""
+    """Writes a data set as a user's .npz file."""
     np.savez(path, x_train=data.x_train, y_train=data.y_train, x_test=data.x_test, y_test=data.y_test)
 
 
 def resolved(*words, config="paper"):
-    """The settings of words over a preset."""
+    """Returns the settings of a preset with KEY=VALUE words."""
     return resolve(request(config, words))
 
 
 def built(settings):
-    """All that a run builds before it trains."""
+    """Returns the data set, split and method that a run builds before it trains."""
     made = build_dataset(settings, progress=False)
     split = build_split(settings, made)
     return made, split, method_of(settings, made, split)
@@ -274,7 +274,7 @@ LIMIT = 120  # seconds after which a process counts as hung
 
 
 def call(*words):
-    """Exit code, output and error output of a command, as the console script gives them."""
+    """Runs a command like the console script; returns its exit code, output and error output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -285,13 +285,13 @@ def call(*words):
 
 
 def command(words, output):
-    """The command line as the whole of a process; what it prints goes to a file."""
+    """Runs a command as the main function of a process, with its output in a file."""
     with open(output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):  # noqa: PTH123
         sys.exit(guarded(lambda: app(words)))
 
 
 def kill_when(process, folder, condition, delay):
-    """SIGKILL once something is so, and a little later; the end of the process is no failure."""
+    """Kills a process with SIGKILL, `delay` seconds after a condition holds; it may end by itself before."""
     deadline = time.monotonic() + LIMIT
     while process.is_alive() and not condition(folder):
         assert time.monotonic() < deadline, "the process hangs"
@@ -303,28 +303,28 @@ def kill_when(process, folder, condition, delay):
 
 
 def environment(**changes):
-    """The environment of a process that runs this checkout."""
+    """Returns the environment for a process that runs this checkout."""
     root = str(Path(fedhassle.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **changes}
 
 
 def interruptible(*words):
-    """What starts a command that heeds Ctrl-C, though tests in the background of a script ignore it."""
+    """Returns the command line of a process that reacts to Ctrl-C, even if the tests ignore it."""
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; from fedhassle.cli.main import main; main()"
     return [sys.executable, "-c", code, *map(str, words)]
 
 
 def process(*words, **changes):
-    """A command in a process of its own, to its end."""
+    """Runs a command in its own process."""
     command = [sys.executable, "-m", "fedhassle", *map(str, words)]
     return subprocess.run(
         command, env=environment(**changes), capture_output=True, timeout=LIMIT, check=False
     )
 
 
-# A method of the user's own whose clients keep something under the name NAME
+# A user's method with client memory under the name NAME
 
 KEEPS = """
     from dataclasses import dataclass
@@ -333,7 +333,7 @@ KEEPS = """
 
     @dataclass(frozen=True)
     class Keeps(FedAvg):
-        "FedAvg whose clients are pulled towards the mean of what they ended with in earlier rounds."
+        "FedAvg whose clients are pulled towards an average of their models from earlier rounds."
 
         def memory(self, client, message):
             return {"NAME": message["w"].clone()}
@@ -362,10 +362,10 @@ KEEPS = """
 
 
 def strict(text):
-    """JSON as the standard has it: without NaN and infinity."""
+    """Parses standard JSON, which has no NaN and infinity."""
 
     def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -379,7 +379,7 @@ def metrics_of(folder):
 
 
 def but_seconds(metrics):
-    """Lines of metrics, but for the time they took."""
+    """Returns lines of metrics without their seconds."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics]
 
 
@@ -393,13 +393,13 @@ def checkpoints(folder):
 
 
 def kept_by(folder):
-    """What a run's clients keep: arrays by (client, round)."""
+    """Returns the memory of a run's clients: arrays by (client, round)."""
     found = [read_arrays(path) for path in sorted((folder / "memory").rglob("round-*"))]
     return {(about["client"], about["round"]): arrays for arrays, about in found}
 
 
 def cut(words, folder, rounds):
-    """A run that is left after some rounds, as if the process had ended there."""
+    """Runs some rounds and stops, as if the process had ended there."""
     steps = carry_out(reopen(claim(request(None, words), folder).path))
     for _ in range(rounds):
         next(steps)
@@ -407,7 +407,7 @@ def cut(words, folder, rounds):
 
 
 def assert_same_result(folder, whole):
-    """Equal metrics, accuracies and model, bit for bit; nothing half-written is left."""
+    """Asserts bit-identical metrics, accuracies and model, and that no partial file is left."""
     assert but_seconds(metrics_of(folder)) == but_seconds(metrics_of(whole))
     mine, other = summary_of(folder), summary_of(whole)
     for key in ("accuracy", "rounds", "settings", "settings_hash", "split_hash", "seed"):

@@ -354,7 +354,7 @@ def test_a_dead_process_is_replaced_and_ctrl_c_ends_after_the_round(chosen, tiny
         command.until(lambda: reached() > before)
         os.killpg(command.process.pid, signal.SIGINT)
         code, out = command.ended()
-    assert code == 130 and "stopped; the same command goes on" in out
+    assert code == 130 and "run the same command again" in out
     assert "tiny fine-0 goes on: its process or machine died" in out and before >= 10
     (home,) = (tmp_path / "runs").glob("*/")
     history = [json.loads(line)["round"] for line in (home / "metrics.jsonl").read_text().splitlines()]

@@ -75,9 +75,10 @@ def test_seeds_of_one_setting_become_mean_and_standard_deviation(runs, wide, tmp
     for prediction in ("SM", "UM", "EM", "w_S", "w_U"):
         expected = percent([score[prediction]["mean_of_last"] for score in scores])
         assert figures_of(out, prediction)[0] == expected and " ± " in expected
-    assert "not all have the same seeds" in out  # of FedAvg there is one
+    assert "different seeds" in out  # of FedAvg there is one
     assert (
-        "same seeds" not in call("compare", folders[0], runs / "fedavg", "--picture", tmp_path / "x.png")[1]
+        "different seeds"
+        not in call("compare", folders[0], runs / "fedavg", "--picture", tmp_path / "x.png")[1]
     )
 
 
@@ -144,7 +145,7 @@ def test_a_run_given_twice_is_one_seed(runs, wide, tmp_path):
     once = call("compare", runs / "fedavg", "--picture", tmp_path / "x.png")[1].splitlines()
     twice = call("compare", runs / "fedavg", runs / "fedavg", "--picture", tmp_path / "x.png")[1].splitlines()
     assert twice[:-2] == once[:-1] and twice[-1] == once[-1]
-    assert twice[-2] == "left out, of the same settings and seed as another: 1 run"
+    assert twice[-2] == "left out, with the same settings and seed as another run: 1 run"
 
 
 @pytest.mark.parametrize(

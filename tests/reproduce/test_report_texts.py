@@ -192,7 +192,7 @@ def test_what_is_left_as_it_is_is_said(ledger, tmp_path):
     words = ("ablation", "gamma", "--only", "gra-mpa,0,0.0001,0.001,0.01,0.1", "--results", ledger)
     assert call("report", *words, "-o", mine)[0] == 2
     code, out, _ = call("report", "ablation", "--results", ledger, "-o", mine)
-    assert code == 0 and f"report   {mine}\nleft     findings: " in out
+    assert code == 0 and f"report   {mine}\nkept     findings: " in out
     text = mine.read_text("utf-8")
     assert text.count("\nold\n") == 2 and text.startswith("<!-- ablation -->\n\n| GRA")
 

@@ -13,7 +13,7 @@ from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, kill_when
 
 from fedhassle import provenance
-from fedhassle.cli.reproduce import seconds_of, what_is_left
+from fedhassle.cli.reproduce import remaining_work, seconds_of
 from fedhassle.data import download
 from fedhassle.errors import UserError
 from fedhassle.files import locked
@@ -234,7 +234,7 @@ def test_a_budget_ends_the_work_and_the_same_command_goes_on(budget, made, tiny,
     assert f"left: {4 - len(told(out))} of 4 runs" in out
     (cut,) = (tmp_path / "runs").glob("*/checkpoints")  # one was cut
     key, t = FEDAVG[len(told(out))], int(sorted(cut.iterdir())[-1].stem.removeprefix("round-"))
-    assert 0 < t < 4 and f"\ntiny {key} was cut after round {t} of 4\nleft: " in out
+    assert 0 < t < 4 and f"\ntiny {key} was interrupted after round {t} of 4\nleft: " in out
     code, _ = make(tiny, tmp_path, "--methods", "fedavg")
     assert code == 0 and results(tmp_path) == results(made[0], "fedavg")
     assert not list((tmp_path / "runs").glob("*.lock"))
@@ -297,11 +297,11 @@ def test_a_cell_in_another_process_is_left_to_it_and_looked_at_again(made, tiny,
     with locked(lock):
         assert {work.cell(event).key for event in work.carry_out()} == {*FEDAVG} - {busy.key}
         assert [cell.key for cell in work.left] == [busy.key] and not work.failed
-        assert list(what_is_left(work)) == ["left: 1 of 4 runs, 1 of them in work in another process"]
+        assert list(remaining_work(work)) == ["left: 1 of 4 runs, 1 of them running in another process"]
     again = work_on(tiny, tmp_path)
     assert {again.cell(event).key for event in again.carry_out()} == {busy.key}
     assert results(tmp_path) == results(made[0], "fedavg")
-    assert not list(what_is_left(again)) and not list(what_is_left(work))
+    assert not list(remaining_work(again)) and not list(remaining_work(work))
 
 
 def test_what_another_process_cannot_make_is_left_to_the_same_command(tiny, tmp_path):
@@ -312,9 +312,9 @@ def test_what_another_process_cannot_make_is_left_to_the_same_command(tiny, tmp_
     lock.touch()
     with locked(lock):
         work._take(work.cells[0], lambda cell, folder: None)
-    (line,) = what_is_left(work)
+    (line,) = remaining_work(work)
     assert line == (
-        "left: 4 of 4 runs, 1 of them in work in another process; the same command goes on with them"
+        "left: 4 of 4 runs, 1 of them running in another process; run the same command again to continue"
     )
 
 
@@ -489,10 +489,10 @@ def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):
         (("tabel1",), "unknown experiment 'tabel1', did you mean 'table1'"),
         (("table1", "--methods", "hasle"), "did you mean 'hassle'"),
         (("table1", "--only", "cifar11"), "did you mean 'cifar10'"),
-        (("table1", "--budget", "soon"), "--budget 'soon' is no time"),
-        (("table1", "--only", ","), "--only ',' names nothing"),
-        (("table1", "--only", ""), "--only '' names nothing"),
-        (("table1", "--methods", " , "), "--methods ' , ' names nothing"),
+        (("table1", "--budget", "soon"), "--budget 'soon' is not a duration"),
+        (("table1", "--only", ","), "--only ','"),
+        (("table1", "--only", ""), "--only ''"),
+        (("table1", "--methods", " , "), "--methods ' , '"),
         (("table1", "roundz=3"), "unknown setting 'roundz'"),
         (("table1", "seed=3"), "--seeds"),
         (("table1", "--device", "cdua"), "device"),

@@ -1,4 +1,4 @@
-"""Runs that explode or are stopped by Ctrl-C: the message, and what they leave to go on from."""
+"""Runs that diverge or are stopped with Ctrl-C: the message, and the files to resume from."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ from fedhassle.runs.checkpoints import load_checkpoint
 # Divergence
 
 
-def test_a_run_that_explodes_ends_with_code_1_and_a_clear_message(words, tmp_path):
+def test_a_run_that_diverges_ends_with_code_1_and_a_clear_message(words, tmp_path):
     folder = tmp_path / "run"
     code, out, err = call("run", *words, "method.lr=1e30", "method.clip=0", "--out", folder)
     assert code == 1 and "Traceback" not in err + out
@@ -29,7 +29,7 @@ EXPLODES = """
 
     @dataclass(frozen=True)
     class Explodes(FedAvg):
-        "FedAvg that breaks down in its third round."
+        "FedAvg that diverges in its third round."
         healed: bool = False
 
         def phases(self, client, t):
@@ -43,7 +43,7 @@ EXPLODES = """
 """
 
 
-def test_the_last_good_checkpoint_stays_after_an_explosion(without_residuals, module, tmp_path):
+def test_the_last_good_checkpoint_stays_after_divergence(without_residuals, module, tmp_path):
     module("own_explodes", EXPLODES)
     mine, folder = [*without_residuals, "method=own_explodes:Explodes", "evaluate_every=1"], tmp_path / "run"
     code, _, err = call("run", *mine, "--out", folder)
@@ -51,7 +51,7 @@ def test_the_last_good_checkpoint_stays_after_an_explosion(without_residuals, mo
     kept = load_checkpoint(folder / "checkpoints", small.CPU)
     assert kept.t == 2 and all(torch.isfinite(array).all() for array in kept.state.values())
     assert [line["round"] for line in metrics_of(folder)] == [1, 2]
-    assert call("resume", folder)[0] == 1  # again, from the same place
+    assert call("resume", folder)[0] == 1  # diverges again, from the same round
     config = folder / "config.toml"
     config.write_text(config.read_text("utf-8").replace("healed = false", "healed = true"))
     assert call("resume", folder)[0] == 0
@@ -62,7 +62,7 @@ def test_the_last_good_checkpoint_stays_after_an_explosion(without_residuals, mo
 # Ctrl-C
 
 
-def test_an_interrupt_leaves_a_run_that_can_go_on_and_says_how(words, finished, tmp_path, monkeypatch):
+def test_an_interrupted_run_can_be_resumed_and_says_how(words, finished, tmp_path, monkeypatch):
     folder, calls = tmp_path / "run", []
 
     def interrupted(*args):
@@ -82,15 +82,15 @@ def test_an_interrupt_leaves_a_run_that_can_go_on_and_says_how(words, finished, 
 
 
 def wait_for(condition, running):
-    """Waits until something is so, as long as a process runs and is not hung."""
+    """Waits until a condition holds, while the process runs and does not hang."""
     deadline = time.monotonic() + LIMIT
     while not condition():
-        assert running.poll() is None, "the process ended before its time"
+        assert running.poll() is None, "the process ended too early"
         assert time.monotonic() < deadline, "the process hangs"
         time.sleep(0.01)
 
 
-def test_an_interrupt_from_outside_ends_with_code_130(words, tmp_path):
+def test_an_interrupt_signal_ends_with_code_130(words, tmp_path):
     folder = tmp_path / "run"
     command = interruptible("run", *words, "rounds=100000", "--out", folder)
     running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
