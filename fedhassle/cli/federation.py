@@ -147,12 +147,12 @@ def run(
     from fedhassle.federation.terms import agreed_method, described, headline_of, settings_in
     from fedhassle.runs.launch import default_folder
     from fedhassle.runs.record import Folder
-    from fedhassle.settings.request import Requested
+    from fedhassle.settings.request import Request
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
     named = {"data": {"name": agreement.name}}
-    path = out or default_folder(Requested((*run_request(agreement).layers, named)))
+    path = out or default_folder(Request((*run_request(agreement).layers, named)))
     place = Folder(path.resolve())
     check_place(place, path)
     test = checked_test(test, place, agreement)

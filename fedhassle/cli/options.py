@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedhassle.errors import require
-from fedhassle.settings.request import Requested, request
+from fedhassle.settings.request import Request, request
 
 Words = Annotated[
     list[str] | None,
@@ -38,7 +38,7 @@ Results = Annotated[Path, typer.Option(help="The ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Where to train: auto, cpu or cuda.")]
 
 
-def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Requested:
+def asked(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Request:
     """What the words and options of a command ask for."""
     config, changes = None, list(words or [])
     if changes and not is_setting(changes[0]):

@@ -26,7 +26,7 @@ from fedhassle.reproduce.sweep import RUNS, SIDE_BY_SIDE, Work, clear, prepare, 
 from fedhassle.runs.launch import Identity, carry_out, images
 from fedhassle.runs.record import Folder, Metrics, Step
 from fedhassle.runs.several import Event
-from fedhassle.settings.request import PATHS, Requested
+from fedhassle.settings.request import PATHS, Request
 
 log = logging.getLogger("fedhassle")
 
@@ -69,12 +69,12 @@ class Share(NamedTuple):
         """How many cells train at once."""
         return self.sharing * sum(self.devices(node) for node in nodes)
 
-    def applied(self, requested: Requested) -> Requested:
+    def applied(self, requested: Request) -> Request:
         """Settings that keep to the share; a device that was asked for stays."""
         layer: dict[str, Any] = {"threads": self.cores} if self.cores else {}
         if requested.top("device", "auto") == "auto":
             layer["device"] = "cpu" if self.cores else "cuda"
-        return Requested((*requested.layers, layer))
+        return Request((*requested.layers, layer))
 
 
 def share_of(cells: Sequence[Cell], nodes: Sequence[Node], together: int | None) -> Share:

@@ -22,12 +22,12 @@ from fedhassle.settings.build import (
     build_method,
     build_net,
     build_split,
-    hash_before,
+    expected_hash,
     own_code_of,
     settings_hash,
 )
 from fedhassle.runs.card import model_card
-from fedhassle.settings.schema import DEVICES_OWN, Settings, method_class, resolve, resolved_device
+from fedhassle.settings.schema import PER_DEVICE, Settings, method_class, resolve, resolved_device
 from fedhassle.engine.gpu.sharing import QUIET
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.layout import KINDS, kind_of
@@ -41,7 +41,7 @@ from fedhassle.engine.client_state import Memory
 from fedhassle.method import Method
 from fedhassle.engine.cores import on_cores
 from fedhassle.provenance import hardware, machine, versions
-from fedhassle.settings.request import Requested, flat, from_json, read_tables, to_json
+from fedhassle.settings.request import Request, flat, from_json, read_tables, to_json
 from fedhassle.engine.rounds import Federation, Plan
 from fedhassle.runs.record import Evaluation, Folder, Metrics, Step, begin, conduct, finish, way_on
 from fedhassle.engine.simulator import Simulator
@@ -110,12 +110,12 @@ class Identity(NamedTuple):
         return self.settings_hash, self.seed
 
 
-def identify(requested: Requested) -> Identity:
+def identify(requested: Request) -> Identity:
     """Checks settings and says which run they make; no images are loaded, but for a user's own."""
     settings = checked(requested)
     device, name = torch.device(settings.device), settings.data.name
     return Identity(
-        hash_before(settings),
+        expected_hash(settings),
         settings.seed,
         settings.method.name,
         Path(name).name,
@@ -126,19 +126,19 @@ def identify(requested: Requested) -> Identity:
     )
 
 
-def images(requested: Requested) -> Dataset:
+def images(requested: Request) -> Dataset:
     """The images of a run, downloaded if need be."""
     return build_dataset(resolve(requested), progress=False)
 
 
-def checked(requested: Requested) -> Settings:
+def checked(requested: Request) -> Settings:
     """Valid settings, whose tools are installed."""
     settings = resolve(requested)
     require_installed(settings.track or ())
     return settings
 
 
-def claim(requested: Requested, out: Path | None) -> Folder:
+def claim(requested: Request, out: Path | None) -> Folder:
     """A folder for a new run; what is asked for is written at once, so that no moment is lost to a crash."""
     folder = Folder(Path(out) if out else new_folder(requested))
     if folder.begun:
@@ -150,7 +150,7 @@ def claim(requested: Requested, out: Path | None) -> Folder:
     return folder
 
 
-def new_folder(requested: Requested) -> Path:
+def new_folder(requested: Request) -> Path:
     """A folder of its own for a new run: it is made at once, so that nobody who starts now chooses it too."""
     while True:
         path = default_folder(requested)
@@ -167,7 +167,7 @@ def new_folder(requested: Requested) -> Path:
             return path
 
 
-def default_folder(requested: Requested) -> Path:
+def default_folder(requested: Request) -> Path:
     """`runs/METHOD-DATA-TIME`, with a number behind it where that is taken."""
     method, data = requested.method, Path(requested.data).stem
     words = [file_name(method), file_name(data), datetime.now().strftime("%Y%m%d-%H%M%S")]
@@ -187,7 +187,7 @@ def release(folder: Folder) -> None:
             path.rmdir()
 
 
-def start(requested: Requested, out: Path | None = None, load: Load = build_dataset) -> Run:
+def start(requested: Request, out: Path | None = None, load: Load = build_dataset) -> Run:
     """A new run in its own folder."""
     folder = claim(requested, out)
     try:
@@ -197,7 +197,7 @@ def start(requested: Requested, out: Path | None = None, load: Load = build_data
         raise
 
 
-def start_several(requests: Sequence[tuple[str, Requested]], out: Path | None = None) -> list[Run]:
+def start_several(requests: Sequence[tuple[str, Request]], out: Path | None = None) -> list[Run]:
     """New runs, each in a folder of its own beneath one for all."""
     require(bool(requests), "there is no run to make: each setting that varies needs a value at least")
     twice = sorted({name for name, _ in requests if [n for n, _ in requests].count(name) > 1})
@@ -276,15 +276,15 @@ def require_same_code(run: Run) -> None:
     )
 
 
-def moved(requested: Requested, device: str) -> Requested:
+def moved(requested: Request, device: str) -> Request:
     """A request on another device, for which what suits that is chosen anew."""
     if resolved_device(device) == recorded_device(requested):
         return requested
-    layers = [{k: v for k, v in layer.items() if k not in DEVICES_OWN} for layer in requested.layers]
-    return Requested((*layers, {"device": device}))
+    layers = [{k: v for k, v in layer.items() if k not in PER_DEVICE} for layer in requested.layers]
+    return Request((*layers, {"device": device}))
 
 
-def prepare(folder: Folder, requested: Requested, load: Load = build_dataset) -> Run:
+def prepare(folder: Folder, requested: Request, load: Load = build_dataset) -> Run:
     """Builds all that a run needs."""
     settings = checked(requested)
     dataset = load(settings)
@@ -304,16 +304,16 @@ def method_of(settings: Settings, dataset: Dataset, split: Split) -> Method:
     return method.for_run(settings.rounds, steps)
 
 
-def recorded_device(requested: Requested) -> str:
+def recorded_device(requested: Request) -> str:
     """The device that settings name; where it is left to the machine, that of this one."""
     named = str(requested.top("device", "auto"))
     return resolved_device(named) if named == "auto" else named
 
 
-def recorded(folder: Folder) -> Requested:
+def recorded(folder: Folder) -> Request:
     """The settings that a folder holds, resolved or as they were asked for."""
     if folder.config.exists():
-        return Requested((read_tables(folder.config),))
+        return Request((read_tables(folder.config),))
     try:
         return from_json(folder.request.read_text("utf-8"))
     except ValueError as error:
