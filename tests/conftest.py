@@ -94,7 +94,7 @@ def finished(words, tmp_path_factory):
 def forked():
     """Starts commands in processes forked from one that has PyTorch loaded: within milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedhassle.cli.main", "fedhassle.runs.launch", "fedhassle.runs.live"])
+    context.set_forkserver_preload(["fedhassle.cli.main", "fedhassle.runs.train", "fedhassle.runs.live"])
     started = []
 
     def start(*words, output=os.devnull):

@@ -12,7 +12,7 @@ from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.runs.record import Folder
+from fedhassle.runs.folder import Folder
 from fedhassle.settings.build import build_engine, build_method, build_net, own_code_of
 from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve

@@ -12,7 +12,7 @@ from typing import Any
 from fedhassle.errors import UserError, require
 from fedhassle.names import nearest
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.runs.launch import Identity, identify
+from fedhassle.runs.run import Identity, identify
 from fedhassle.settings.build import is_machine_setting
 from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 

@@ -26,7 +26,7 @@ Changes = Sequence[str] | Mapping[str, Any]
 MAX_DEPTH = 8  # tables within tables
 PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
 SHORT = ("data", "method")  # tables that may be given by their name alone: method="fedavg"
-MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how a run is computed, not what
+MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
 PRESETS = "settings/presets"  # folder in the package
 DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # if the request names none
 
@@ -163,7 +163,7 @@ def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, list[tuple[str, T]]]]:
-    """Every combination of the values: a name for its folder, and its pairs; one empty one without choices."""
+    """Every combination of the values: a name for its folder, and its pairs; without choices an empty one."""
     pairs = [[(key, value) for value in values] for key, values in choices]
     found = [list(chosen) for chosen in itertools.product(*pairs)]
     return [("-".join(str(value) for _, value in chosen), chosen) for chosen in found]

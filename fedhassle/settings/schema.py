@@ -266,7 +266,7 @@ def resolved_precision(precision: str, device: str) -> str:
 
 
 def resolved_compile(settings: Settings, device: str) -> bool:
-    """True if kernels are compiled; by default when the run is long enough to win back the minute it takes."""
+    """True if kernels are compiled; default: if the run is long enough for the minute it takes to pay."""
     if settings.compile and (device == "cpu" or settings.deterministic):
         reason = "is for a GPU" if device == "cpu" else "tunes kernels by time: not with deterministic=true"
         raise UserError(f"compile=true {reason}")

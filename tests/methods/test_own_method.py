@@ -195,7 +195,7 @@ FORGOTTEN = """
         ("Decorated", "Loose has fields of its own"),
         ("Untyped", "strength = 0.5 without a type is no setting.* write strength: TYPE = 0.5"),
         ("Bare", "lr = 0.5 without a type is no setting"),
-        ("Names", r"modes is a dict of predictions and what each is, got \('model',\)"),
+        ("Names", r"modes must be a dict .*, got \('model',\)"),
     ],
 )
 def test_what_looks_like_a_field_and_is_none_is_refused(name, message, module):

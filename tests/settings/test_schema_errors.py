@@ -103,9 +103,7 @@ def test_a_value_that_cannot_work_is_an_error_that_names_its_key(word, images):
     value = request("paper", [word]).layers[-1]
     key = next(iter(changes))
     with pytest.raises(UserError) as caught:
-        built(
-            resolve(Request((request("paper", {**small.SETTINGS, "data": str(images)}).layers[1], value)))
-        )
+        built(resolve(Request((request("paper", {**small.SETTINGS, "data": str(images)}).layers[1], value))))
     assert key.rpartition(".")[2] in str(caught.value) or changes[key] in str(caught.value)
 
 
@@ -145,4 +143,5 @@ def test_inf_and_nan_are_refused_at_any_depth(settings, message):
 
 
 def test_finite_values_pass():
-    assert require_finite({"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []}) is None
+    settings = {"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []}
+    assert require_finite(settings) is None
