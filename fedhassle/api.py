@@ -1,4 +1,4 @@
-"""fedhassle from Python: one function that trains, and what it leaves behind."""
+"""fedhassle from Python: functions that train, and the result of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from fedhassle.predict.model import TrainedModel, load
-from fedhassle.runs.launch import carry_out, reopen, start, start_several
-from fedhassle.runs.live import follow, follow_together
-from fedhassle.runs.record import Folder, Metrics, read_summary
-from fedhassle.runs.several import carry_out_together
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.live import follow, follow_several
+from fedhassle.runs.record import Metrics, read_summary
+from fedhassle.runs.run import reopen, start, start_several
+from fedhassle.runs.several import train_several
+from fedhassle.runs.train import train_run
 from fedhassle.settings.request import combinations, request
 
 
@@ -35,7 +37,7 @@ class Result(NamedTuple):
 
     @property
     def model(self) -> TrainedModel:
-        """The model that came out."""
+        """The trained model."""
         return load(self.folder / "model.safetensors", allow_import=True)
 
 
@@ -47,14 +49,14 @@ def run_several(
     out: str | Path | None = None,
     quiet: bool = False,
 ) -> list[Result]:
-    """Trains a run for every combination of values, as `fedhassle run --vary` does: `vary={"seed": [0, 1]}`.
+    """Trains one run per combination of values, as `fedhassle run --vary` does: `vary={"seed": [0, 1]}`.
 
-    On a GPU they train side by side. An error in one is raised when the others have ended.
+    On a GPU they train side by side. An error in one is raised after the others have ended.
     """
     chosen = combinations(vary.items())
     requests = [(name, request(config, {**(settings or {}), **dict(pairs)})) for name, pairs in chosen]
     runs = start_several(requests, None if out is None else Path(out))
-    for end in follow_together(carry_out_together(runs), Console(quiet=quiet)):
+    for end in follow_several(train_several(runs), Console(quiet=quiet)):
         if end.error is not None:
             raise end.error
     return [Result(run.folder.path, read_summary(run.folder.path)) for run in runs]
@@ -69,16 +71,15 @@ def run(
 ) -> Result:
     """Trains as `fedhassle run CONFIG KEY=VALUE …` does; keys of `settings` may be dotted.
 
-    If `out` is the folder of a run and nothing else is asked for, one that was cut goes on, and of one that
-    is finished the result is returned.
+    If only `out` is given and holds a run, that run is resumed; if it is finished, its result is returned.
     """
     folder = Path(out) if out is not None else None
     if folder is not None and Folder(folder).begun and config is None and not settings:
         if Folder(folder).finished:
             return Result(folder, read_summary(folder))
-        launched = reopen(folder)
+        training = reopen(folder)
     else:
-        launched = start(request(config, settings or {}), folder)
+        training = start(request(config, settings or {}), folder)
     console = Console(quiet=quiet)
-    follow(carry_out(launched), launched.settings.rounds, launched.method.headline, console)
-    return Result(launched.folder.path, read_summary(launched.folder.path))
+    follow(train_run(training), training.rounds, training.headline, console)
+    return Result(training.folder.path, read_summary(training.folder.path))

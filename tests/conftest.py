@@ -94,7 +94,7 @@ def finished(words, tmp_path_factory):
 def forked():
     """Starts commands within milliseconds, in forks of a process that has imported PyTorch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedhassle.cli.main", "fedhassle.runs.launch", "fedhassle.runs.live"])
+    context.set_forkserver_preload(["fedhassle.cli.main", "fedhassle.runs.train", "fedhassle.runs.live"])
     started = []
 
     def start(*words, output=os.devnull):

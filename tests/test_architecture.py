@@ -24,7 +24,9 @@ STOREYS = [  # from the ground up; a module imports what lies below it, or besid
 HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names}
 ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
 CONFIGURED = {  # what reads settings outside settings/
-    "runs/launch.py",
+    "runs/about.py",
+    "runs/record.py",  # checks summaries by a pydantic model, as settings are checked
+    "runs/run.py",
     "runs/trackers.py",
     "predict/model.py",
     "cli/split.py",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedhassle.federation.agreement import Agreement
     from fedhassle.federation.setup.folder import FederationFolder
     from fedhassle.federation.setup.preflight import Check
-    from fedhassle.runs.record import Folder
+    from fedhassle.runs.folder import Folder
 
 # PyTorch and Flower take seconds to load: commands import what they need when they run.
 
@@ -151,14 +151,13 @@ def run(
     from fedhassle.federation.agreement import read_agreement, run_request
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.federation.terms import agreed_method, described, headline_of, settings_in
-    from fedhassle.runs.launch import default_folder
-    from fedhassle.runs.record import Folder
-    from fedhassle.settings.request import Requested
+    from fedhassle.runs.folder import Folder, default_folder
+    from fedhassle.settings.request import Request
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
     named = {"data": {"name": agreement.name}}
-    path = out or default_folder(Requested((*run_request(agreement).layers, named)))
+    path = out or default_folder(Request((*run_request(agreement).layers, named)))
     place = Folder(path.resolve())
     check_place(place, path)
     test = checked_test(test, place, agreement)
@@ -180,11 +179,11 @@ def run(
 
 def check_place(place: Folder, path: Path) -> None:
     """Checks that a federation's run may start or continue in a folder."""
-    from fedhassle.runs.record import way_on
+    from fedhassle.runs.folder import resume_command
 
     require(not place.summary.exists(), f"{path} contains a finished run: choose another --out")
     if place.begun and not place.audit.exists():
-        raise UserError(f"{path} contains a simulated run: {way_on(place)}, or choose another --out")
+        raise UserError(f"{path} contains a simulated run: {resume_command(place)}, or choose another --out")
     if not place.audit.exists() and place.path.exists():
         fits = place.path.is_dir() and not any(place.path.iterdir())
         require(fits, f"{path} exists and is not an empty folder: choose another --out")
@@ -254,7 +253,7 @@ def status(folder: Coordinators = FOLDER) -> None:
     from fedhassle.federation.server.host import link_of, present
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
-    from fedhassle.runs.record import Folder
+    from fedhassle.runs.folder import Folder
 
     found = federation_folder(folder)
     agreement, sites, link = read_agreement(found.agreement), admitted(found.path), link_of(found)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedhassle.settings.request import Requested, request
+from fedhassle.settings.request import Request, request
 
 Words = Annotated[
     list[str] | None,
@@ -25,7 +25,7 @@ DataDir = Annotated[
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
 
 
-def parse_request(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Requested:
+def parse_request(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Request:
     """Returns the settings that the words and options of a command request."""
     config, changes = None, list(words or [])
     if changes and not is_setting(changes[0]):

@@ -223,7 +223,7 @@ def remaining_work(work: Work) -> Iterator[str]:
 def follow_work(work: Work, console: Console) -> None:
     """Shows the runs while they train."""
     from fedhassle.reproduce.tables import time_left
-    from fedhassle.runs.live import follow_together
+    from fedhassle.runs.live import follow_several
 
     def ended(event: Event) -> str:
         cell, count = work.cell(event), f"{len(work.done)} of {len(work.cells)}"
@@ -242,7 +242,7 @@ def follow_work(work: Work, console: Console) -> None:
             left = time_left(work.cells, work.seconds)
             say(console, f"{counted(len(work.cells), 'run')} to make {work.about}; time left: {left}")
             with closing(work.carry_out()) as events:
-                follow_together(events, console, lambda event: str(work.cell(event)), ended)
+                follow_several(events, console, lambda event: str(work.cell(event)), ended)
     except KeyboardInterrupt:
         say(console, "stopped; run the same command again to continue")
         raise typer.Exit(130) from None

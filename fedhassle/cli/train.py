@@ -15,7 +15,7 @@ from fedhassle.settings.request import variations
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
-    from fedhassle.runs.launch import Run
+    from fedhassle.runs.run import Run
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -43,14 +43,14 @@ def run(
     """
     if not vary:
         requested = parse_request(words, data_dir, device)
-        from fedhassle.runs.launch import start
+        from fedhassle.runs.run import start
 
         follow_run(start(requested, out))
         return
     many = [
         (name, parse_request([*(words or []), *more], data_dir, device)) for name, more in variations(vary)
     ]
-    from fedhassle.runs.launch import start_several
+    from fedhassle.runs.run import start_several
 
     follow_runs(start_several(many, out))
 
@@ -64,10 +64,10 @@ def resume(
     ] = None,
 ) -> None:
     """Resume runs after a crash, a kill or Ctrl-C."""
-    from fedhassle.runs.launch import Loader, reopen
-    from fedhassle.runs.record import Folder, begun_in
+    from fedhassle.runs.folder import Folder, run_folders
+    from fedhassle.runs.run import Loader, reopen
 
-    there = [path for folder in folders for path in begun_in(folder)]
+    there = [path for folder in folders for path in run_folders(folder)]
     finished = [path for path in there if Folder(path).finished]
     for path in finished:
         say(console, f"{path} is finished: nothing to resume")
@@ -82,9 +82,9 @@ def resume(
 
 def follow_run(launched: Run) -> None:
     """Shows a run while it trains, then its result."""
-    from fedhassle.runs.launch import carry_out
+    from fedhassle.runs.folder import resume_command
     from fedhassle.runs.live import follow
-    from fedhassle.runs.record import way_on
+    from fedhassle.runs.train import train_run
 
     settings, path = launched.settings, launched.folder.path
     say(
@@ -94,27 +94,27 @@ def follow_run(launched: Run) -> None:
         f"files in {path}",
     )
     try:
-        follow(carry_out(launched), settings.rounds, launched.method.headline, console)
+        follow(train_run(launched), settings.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
-        say(console, f"stopped; to continue: {way_on(launched.folder)}")
+        say(console, f"stopped; to continue: {resume_command(launched.folder)}")
         raise typer.Exit(130) from None
     show_result(path)
 
 
 def follow_runs(launched: Sequence[Run]) -> None:
     """Shows several runs while they train, then compares their results and lists those that failed."""
-    from fedhassle.runs.live import follow_together
-    from fedhassle.runs.record import way_on
-    from fedhassle.runs.several import carry_out_together
+    from fedhassle.runs.folder import resume_command
+    from fedhassle.runs.live import follow_several
+    from fedhassle.runs.several import train_several
 
     paths = [run.folder.path for run in launched]
     say(console, f"{len(launched)} runs on {launched[0].settings.device}; files in:")
     for path in paths:
         say(console, f"  {path}")
     try:
-        ends = follow_together(carry_out_together(launched), console)
+        ends = follow_several(train_several(launched), console)
     except KeyboardInterrupt:
-        say(console, f"stopped; to continue: {way_on(*(run.folder for run in launched))}")
+        say(console, f"stopped; to continue: {resume_command(*(run.folder for run in launched))}")
         raise typer.Exit(130) from None
     done = [path for path, end in zip(paths, ends, strict=True) if end.error is None]
     if done:
@@ -152,8 +152,9 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
 
 def show_result(path: Path) -> None:
     """Prints the table of a finished run and the paths of its files."""
+    from fedhassle.runs.folder import Folder
     from fedhassle.runs.live import final_table
-    from fedhassle.runs.record import Folder, on_test_images, read_summary
+    from fedhassle.runs.record import on_test_images, read_summary
 
     folder, summary = Folder(path), read_summary(path)
     console.print(final_table(summary))
@@ -185,11 +186,11 @@ def compare(
     """
     from fedhassle.data.picture_files import check_picture
     from fedhassle.runs.curves import FORMATS
-    from fedhassle.runs.record import spread_out, to_be_read
+    from fedhassle.runs.folder import is_result, result_folders
 
     check_picture(picture, FORMATS)
-    there = [path for folder in folders for path in spread_out(folder)]
-    done = [path for path in there if to_be_read(path)]
+    there = [path for folder in folders for path in result_folders(folder)]
+    done = [path for path in there if is_result(path)]
     show_comparison(done or there, picture, against)  # if none is finished, the error names the first
     if len(done) < len(there):
         left = " ".join(str(path) for path in there if path not in done)

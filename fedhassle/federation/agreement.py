@@ -20,7 +20,7 @@ from fedhassle.data.site.labels import same_text
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import nearest
-from fedhassle.settings.request import MACHINE, Requested, expanded, parsed
+from fedhassle.settings.request import MACHINE, Request, expanded, parsed
 
 T = TypeVar("T")
 
@@ -117,9 +117,9 @@ def agreement_hash(agreement: Agreement) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def run_request(agreement: Agreement) -> Requested:
+def run_request(agreement: Agreement) -> Request:
     """[run] as the layers of settings that `config.resolve` takes."""
-    return Requested((expanded(dict(agreement.run)),))
+    return Request((expanded(dict(agreement.run)),))
 
 
 def parsed_address(address: str) -> Address:

@@ -12,9 +12,9 @@ from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
-from fedhassle.runs.record import Folder
+from fedhassle.runs.folder import Folder
 from fedhassle.settings.build import build_engine, build_method, build_net, own_code_of
-from fedhassle.settings.request import Requested, read_tables
+from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
 
 ON_SERVER = {"device": "cpu", "threads": 1}  # where nothing is trained
@@ -38,7 +38,7 @@ def run_settings(agreement: Agreement) -> Settings:
     """The settings of a federation's run, with every default filled in; what cannot work is an error."""
     a = agreement.data
     data = {"name": agreement.name, "mean": list(a.mean), "std": list(a.std), "flip": a.flip, "crop": a.crop}
-    settings = resolve(Requested((ON_SERVER, {"data": data}, *run_request(agreement).layers)))
+    settings = resolve(Request((ON_SERVER, {"data": data}, *run_request(agreement).layers)))
     name = settings.method.name
     require(
         not method_class(name).pooled,
@@ -67,7 +67,7 @@ def settings_in(folder: Folder, agreement: Agreement) -> Settings:
     """The settings of the run that a folder holds, as it wrote them down; of a new one, those agreed on."""
     if not folder.config.exists():
         return run_settings(agreement)
-    return resolve(Requested((read_tables(folder.config),)))
+    return resolve(Request((read_tables(folder.config),)))
 
 
 def headline_of(settings: Settings) -> str:
@@ -83,10 +83,10 @@ def settled(settings: Settings, method: Method) -> Settings:
 
 def method_settings(words: dict[str, Any]) -> dict[str, Any]:
     """The settings of a method as they came over the wire, checked; without its name."""
-    return resolve(Requested(({"method": words}, {"device": "cpu"}))).method.settings
+    return resolve(Request(({"method": words}, {"device": "cpu"}))).method.settings
 
 
 def engine_of(agreement: Agreement, device: str) -> Engine:
     """How a site trains on a device (`auto`, `cpu` or `cuda`), which may depend on how long the run is."""
     agreed = {key: value for key, value in agreement.run.items() if key == "rounds"}
-    return build_engine(resolve(Requested((agreed, {"device": device}))))
+    return build_engine(resolve(Request((agreed, {"device": device}))))

@@ -17,7 +17,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, images_a_pass
-from fedhassle.runs.record import Folder, way_on
+from fedhassle.runs.folder import Folder, resume_command
 from fedhassle.settings.build import build_method
 from fedhassle.settings.schema import resolved_device
 from fedhassle.vectors import Arrays
@@ -133,6 +133,6 @@ def model_file(path: Path) -> Path:
         return path
     folder = Folder(path)
     if not folder.model.exists():
-        hint = f": finish the run with {way_on(folder)}" if folder.begun else ""
+        hint = f": finish the run with {resume_command(folder)}" if folder.begun else ""
         raise UserError(f"{path} holds no {folder.model.name}{hint}")
     return folder.model

@@ -12,9 +12,9 @@ from typing import Any
 from fedhassle.errors import UserError, require
 from fedhassle.names import nearest
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.runs.launch import Identity, identify
-from fedhassle.settings.build import is_machines
-from fedhassle.settings.request import Changes, Requested, flat, key_value, layer, read_toml, request, shipped
+from fedhassle.runs.run import Identity, identify
+from fedhassle.settings.build import is_machine_setting
+from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
 SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn
@@ -66,7 +66,7 @@ class Cell:
     experiment: str
     choices: tuple[Choice, ...]  # one for each axis
     seed: int
-    requested: Requested
+    requested: Request
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class Narrowing:
     @property
     def telling(self) -> tuple[str, ...]:
         """The changes that make other runs: all but those of the machine's own settings."""
-        return tuple(change for change in self.changes if not is_machines(key_value(change)[0]))
+        return tuple(change for change in self.changes if not is_machine_setting(key_value(change)[0]))
 
 
 def experiments() -> list[str]:

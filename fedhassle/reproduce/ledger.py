@@ -11,8 +11,8 @@ from typing import NamedTuple
 from fedhassle.errors import UserError, require
 from fedhassle.files import UNFINISHED, Stamp, file_name, stamp, try_out, write_json
 from fedhassle.provenance import machine
-from fedhassle.runs.launch import Identity
 from fedhassle.runs.record import Metrics, read_summary
+from fedhassle.runs.run import Identity
 
 FORMAT = 1
 TOGETHER = "together"  # what the ledger adds to a summary: how many runs shared the device

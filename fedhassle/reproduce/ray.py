@@ -23,10 +23,12 @@ from fedhassle.errors import DivergedError, UserError, require
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.sweep import RUNS, SIDE_BY_SIDE, Work, clear, prepare, summary_of
-from fedhassle.runs.launch import Identity, carry_out, images
-from fedhassle.runs.record import Folder, Metrics, Step
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import Metrics, Step
+from fedhassle.runs.run import Identity, load_images
 from fedhassle.runs.several import Event
-from fedhassle.settings.request import PATHS, Requested
+from fedhassle.runs.train import train_run
+from fedhassle.settings.request import PATHS, Request
 
 log = logging.getLogger("fedhassle")
 
@@ -69,12 +71,12 @@ class Share(NamedTuple):
         """How many cells train at once."""
         return self.sharing * sum(self.devices(node) for node in nodes)
 
-    def applied(self, requested: Requested) -> Requested:
+    def applied(self, requested: Request) -> Request:
         """Settings that keep to the share; a device that was asked for stays."""
         layer: dict[str, Any] = {"threads": self.cores} if self.cores else {}
         if requested.top("device", "auto") == "auto":
             layer["device"] = "cpu" if self.cores else "cuda"
-        return Requested((*requested.layers, layer))
+        return Request((*requested.layers, layer))
 
 
 def share_of(cells: Sequence[Cell], nodes: Sequence[Node], together: int | None) -> Share:
@@ -138,7 +140,7 @@ def look(errands: Sequence[Errand]) -> Seen:
     try:
         for errand in errands:
             require_same(errand)
-            images(errand.cell.requested)
+            load_images(errand.cell.requested)
             make_room(Path(errand.home).parent)
     except Exception as error:
         return Seen(error=in_words(error))
@@ -184,7 +186,7 @@ def carried_out(errand: Errand, told_to_stop: Callable[[Step | None], bool]) -> 
     require_same(errand)
     cell, folder = errand.cell, Folder(Path(errand.home))
     if not folder.summary.exists():
-        with closing(carry_out(prepare(cell, folder), errand.sharing)) as steps:
+        with closing(train_run(prepare(cell, folder), errand.sharing)) as steps:
             for step in steps:
                 if told_to_stop(step):
                     return None

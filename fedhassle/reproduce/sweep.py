@@ -17,9 +17,10 @@ from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import locked
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.runs.launch import Identity, Load, Loader, Run, recorded_device, reopen, start
-from fedhassle.runs.record import Folder, Metrics, read_summary
-from fedhassle.runs.several import Event, carry_out_together
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import Metrics, read_summary
+from fedhassle.runs.run import Identity, Load, Loader, Run, reopen, start, stored_device
+from fedhassle.runs.several import Event, train_several
 from fedhassle.settings.build import build_dataset, settings_hash
 
 log = logging.getLogger("fedhassle")
@@ -154,7 +155,7 @@ class Work:
 
     def _events(self) -> Generator[Event]:
         """What happens while the cells are trained; closed, it ends each run after its round."""
-        return carry_out_together(self._ready(partial(prepare, load=self._load)), self.width)
+        return train_several(self._ready(partial(prepare, load=self._load)), self.width)
 
     def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
         """The cells made ready, each when its turn comes; those of other processes are looked at again."""
@@ -253,7 +254,7 @@ def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
     """The run of a cell, new or as far as it came, on the device that is asked for now."""
     if not folder.begun:
         return start(cell.requested, folder.path, load)
-    run = reopen(folder.path, recorded_device(cell.requested), load)
+    run = reopen(folder.path, stored_device(cell.requested), load)
     require_own(cell, folder.path, (settings_hash(run.settings, run.dataset, run.split), run.settings.seed))
     return run
 

@@ -12,7 +12,7 @@ from fedhassle.reproduce.experiment import Cell, Experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, printed
 from fedhassle.reproduce.results import Figure, unit
-from fedhassle.runs.launch import Identity
+from fedhassle.runs.run import Identity
 from fedhassle.runs.seeds import Spread
 
 REST = "; the rest unknown"

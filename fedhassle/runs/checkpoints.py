@@ -14,15 +14,15 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-KEPT = 2  # checkpoints on disk: when the newest is damaged, the one before it serves
+KEPT = 2  # checkpoints on disk: if the newest is damaged, the one before it is used
 
 
 class Checkpoint(NamedTuple):
-    """All that a run needs to go on after round t, but for what its clients keep."""
+    """Everything that a run needs to go on after round t, except the state that its clients keep."""
 
     t: int
     state: Arrays
-    history: list[dict[str, Any]]  # the metrics so far, a line each
+    history: list[dict[str, Any]]  # the metrics so far, one entry per evaluation
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -34,12 +34,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
-    """The newest checkpoint that is whole, None if there is none; one that the system refuses is an error."""
+    """The newest undamaged checkpoint, None if there is none; raises if the system cannot read a file."""
     for path in reversed(round_files(folder).values()):
         try:
             arrays, about = read_arrays(path)
         except DamagedError as error:
-            log.warning("%s; going back to the checkpoint before it", error)
+            log.warning("%s; falling back to the checkpoint before it", error)
             continue
         state = {name: array.to(device) for name, array in arrays.items()}
         return Checkpoint(about["round"], state, about["history"])
@@ -47,7 +47,7 @@ def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
 
 
 def discard_after(folder: Path, t: int) -> None:
-    """Removes the checkpoints after round t: they are damaged, and would pass for the newest."""
+    """Removes the checkpoints after round t: they are damaged, but would count as the newest."""
     for n, path in round_files(folder).items():
         if n > t:
             path.unlink()

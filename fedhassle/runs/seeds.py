@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, taken together."""
+"""Runs that differ only in their seed, as one group: mean, standard deviation, labels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.settings.request import MACHINE, flat
 from fedhassle.runs.record import Metrics
+from fedhassle.settings.request import MACHINE, flat
 
 PATHS = ("data.name", "split.file")
-UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # a label has it anyway, or it tells nothing
+UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # never part of a label
 
 
 class Spread(NamedTuple):
-    """Mean over seeds, and standard deviation where there are several."""
+    """Mean over seeds, and standard deviation if there are several."""
 
     mean: float
     std: float | None
@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """By how much one group is above another, seed by seed on those that both have."""
+    """The lead of one group over another, on the seeds that both have."""
 
     spread: Spread
     above: int
@@ -49,7 +49,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """Runs of one method with one set of settings."""
 
     label: str
@@ -57,7 +57,7 @@ class Group:
 
     @property
     def seeds(self) -> frozenset[int]:
-        """Those of its runs."""
+        """The seeds of its runs."""
         return frozenset(run["seed"] for run in self.runs)
 
     @property
@@ -67,20 +67,20 @@ class Group:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The predictions that a user chooses from; (): the headline alone."""
+        """The predictions that a user can choose; empty: only the headline."""
         return tuple(modes_of(self.runs[0]))
 
     @property
     def predictions(self) -> list[str]:
-        """What its runs report the accuracy of."""
+        """The predictions whose accuracy its runs report."""
         return list(self.runs[0]["accuracy"])
 
     def score(self, prediction: str, figure: str = "mean_of_last") -> Spread:
-        """A final accuracy over the seeds."""
+        """A final accuracy, over the seeds."""
         return spread([run["accuracy"][prediction][figure] for run in self.runs])
 
-    def gap(self, other: Group) -> Gap | None:
-        """Headline against headline; None without a common seed."""
+    def gap(self, other: SeedGroup) -> Gap | None:
+        """The lead of this headline over another; None without a common seed."""
         mine, theirs = (
             {run["seed"]: run["accuracy"][group.headline]["mean_of_last"] for run in group.runs}
             for group in (self, other)
@@ -96,29 +96,29 @@ class Group:
 
 
 def modes_of(summary: Metrics) -> Mapping[str, str]:
-    """The predictions of a run that a user chooses from, and what each is.
+    """The predictions that a user can choose, with their descriptions.
 
-    Summaries from before they were noted are read with the modes that a method of ours has now.
+    Old summaries lack them: they get the modes that the method has now.
     """
     noted: Mapping[str, str] | None = summary.get("modes")
     return METHODS.get(summary["method"], Method).modes if noted is None else noted
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation; NaN where one of the values is no number."""
+    """Mean and sample standard deviation; NaN if a value is not finite."""
     if not all(map(math.isfinite, values)):
         return Spread(math.nan, None)
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
 def curve_of(runs: Sequence[Mapping[int, float]]) -> Curve:
-    """What runs have by round, at the rounds that all of them have."""
+    """Mean and standard deviation by round, for the rounds that all runs have."""
     rounds = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
     return Curve(rounds, [spread([run[t] for run in runs]) for t in rounds])
 
 
-def grouped(summaries: Sequence[Metrics]) -> list[Group]:
-    """Runs that differ in their seed alone as one group, labelled by what sets it apart; none twice."""
+def grouped(summaries: Sequence[Metrics]) -> list[SeedGroup]:
+    """Groups of runs that differ only in their seed, labelled by their differences; no run twice."""
     together: dict[tuple[str, str, str], dict[int, Metrics]] = {}
     for summary in summaries:
         key = (summary["method"], summary["data"], summary["settings_hash"])
@@ -129,15 +129,15 @@ def grouped(summaries: Sequence[Metrics]) -> list[Group]:
         for (method, _, _), mine in zip(together, settings, strict=True)
     ]
     return [
-        Group(label if labels.count(label) == 1 else f"{label} {digest[:8]}", tuple(runs.values()))
+        SeedGroup(label if labels.count(label) == 1 else f"{label} {digest[:8]}", tuple(runs.values()))
         for label, ((_, _, digest), runs) in zip(labels, together.items(), strict=True)
     ]
 
 
 def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that set a group apart from others that have them too, as KEY=VALUE.
+    """The settings in which a group differs from others that have them too, as KEY=VALUE.
 
-    Another method has other defaults: against it, only what differs from the method's own is told.
+    Other methods have other defaults: a default value counts only against groups of the same method.
     """
     name = mine.get("method.name")
     own = [other for other in all_settings if other.get("method.name") == name]
@@ -151,16 +151,16 @@ def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any
 
 
 def defaults(method: str | None) -> dict[str, Any]:
-    """The settings of a method of ours where none are given."""
+    """The default settings of a method of this package."""
     known = METHODS.get(method or "")
     return {} if known is None else {f"method.{field.name}": field.default for field in fields(known)}
 
 
 def differs(key: str, value: Any, others: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some of the others have another value."""
+    """True if another group has another value."""
     return any(key in other and other[key] != value for other in others)
 
 
 def shown(key: str, value: Any) -> Any:
-    """A value as a label has it: of a path its end."""
+    """A value for a label: the last part of a path."""
     return PurePath(value).name if key in PATHS else value

@@ -1,4 +1,4 @@
-"""Several runs in one process: on a GPU side by side, so that small networks fill it; on a CPU in turn."""
+"""Several runs in one process: side by side on a GPU, which small networks do not fill; in turn on a CPU."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from fedhassle.settings.build import build_engine
 from fedhassle.engine.gpu.streams import STREAMS
-from fedhassle.runs.launch import Run, carry_out, heard
 from fedhassle.runs.record import Step
+from fedhassle.runs.run import Run
+from fedhassle.runs.train import info_level, train_run
+from fedhassle.settings.build import build_engine
 
 E = TypeVar("E", bound=BaseException)
 
-AT_ONCE = 12  # runs that share a GPU, where nobody says how many: each lane takes memory
+AT_ONCE = 12  # default number of runs on one GPU: each lane takes memory
 
 
-class Begun(Protocol):
-    """What an onlooker wants to know of a run that begins."""
+class RunInfo(Protocol):
+    """A run that begins, for those who watch it."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name."""
 
     @property
     def rounds(self) -> int:
-        """How long it is."""
+        """The number of its rounds."""
 
     @property
     def headline(self) -> str:
@@ -39,26 +40,26 @@ class Begun(Protocol):
 
 
 class Event(NamedTuple):
-    """A run that begins, a round of it that ended, or its own end: with an error, or without one."""
+    """The beginning of a run, the end of one of its rounds, or its own end, perhaps with an error."""
 
-    run: int  # by its place among the runs
-    begun: Begun | None = None
+    run: int  # its index among the runs
+    begun: RunInfo | None = None
     step: Step | None = None
     error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether this is the end of the run."""
+        """True at the end of the run."""
         return self.begun is None and self.step is None
 
 
-def carry_out_together(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
-    """Trains all of them to the end, at most so many at once; what goes wrong in one stops no other.
+def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
+    """Trains runs to their end, at most `width` at once; an error in one does not stop the others.
 
-    A run is taken from `runs` when its turn comes.
+    A run is taken from `runs` only when it is its turn.
     """
     before = 0
-    # The switches of PyTorch's libraries are one for a process: runs that want others wait for those before.
+    # PyTorch's global switches hold for the whole process: runs that need others wait for the earlier ones.
     for engine, group in itertools.groupby(runs, lambda run: build_engine(run.settings)):
         begun = 0
         with ExitStack() as stack:
@@ -66,7 +67,7 @@ def carry_out_together(runs: Iterable[Run], width: int | None = None) -> Generat
                 events = in_turn(group)
             else:
                 stack.enter_context(engine.active())
-                stack.enter_context(heard())
+                stack.enter_context(info_level())
                 events = in_threads(group, width)
             for event in stack.enter_context(closing(events)):
                 begun += event.begun is not None
@@ -76,7 +77,7 @@ def carry_out_together(runs: Iterable[Run], width: int | None = None) -> Generat
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work of this thread goes to a stream of its own."""
+    """Gives this thread a CUDA stream of its own."""
     stream = STREAMS.take(device) if device.type == "cuda" else None
     if stream is None:
         yield
@@ -89,18 +90,18 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def without_locals(error: E) -> E:
-    """An error that does not keep alive what its run held: images, and on a GPU streams and graphs."""
+    """An error whose traceback does not keep images, streams and graphs of its run alive."""
     traceback.clear_frames(error.__traceback__)
     return error
 
 
 def in_turn(runs: Iterable[Run]) -> Generator[Event]:
-    """One run after another."""
+    """Trains one run after another."""
     for i, run in enumerate(runs):
         error: Exception | None = None
         yield Event(i, begun=run)
         try:
-            for step in carry_out(run):
+            for step in train_run(run):
                 yield Event(i, step=step)
         except Exception as raised:
             error = without_locals(raised)
@@ -108,7 +109,7 @@ def in_turn(runs: Iterable[Run]) -> Generator[Event]:
 
 
 def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
-    """So many runs at once, each in a thread and on streams of its own; when one ends, the next."""
+    """Trains `width` runs at once, each in a thread and on streams of its own."""
     if width is None:
         runs = list(runs)
         width = max(1, min(len(runs), AT_ONCE))
@@ -120,7 +121,7 @@ def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event
         error: BaseException | None = None
         try:
             with own_stream(run.device):
-                for step in carry_out(run, sharing):
+                for step in train_run(run, sharing):
                     events.put(Event(i, step=step))
                     if stop.is_set():
                         break
@@ -141,7 +142,7 @@ def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event
             if event.ended:
                 going.pop(event.run).join()
             yield event
-    finally:  # an onlooker who leaves, by Ctrl-C for one, ends each run after its round
+    finally:  # if the caller stops, by Ctrl-C for example, each run ends after its round
         stop.set()
         for thread in going.values():
             thread.join()

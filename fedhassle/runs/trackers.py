@@ -1,6 +1,6 @@
-"""Trackers: onlookers that write TensorBoard's or MLflow's log while a run trains.
+"""Trackers: write a TensorBoard or MLflow log while a run trains.
 
-The run's own files stay the truth. A log is made from them, and an error in making it stops no run.
+The run's own files are authoritative. An error in a tracker never stops a run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any, Protocol
 
 from fedhassle.errors import require
 from fedhassle.files import write_text
-from fedhassle.runs.record import Folder, Metrics
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import Metrics
 from fedhassle.settings.schema import Tool
 
 log = logging.getLogger("fedhassle")
 
 NEEDS: dict[Tool, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),  # the last two for the database in the run's folder
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),  # the last two: for the database in the run's folder
 }
-NOT_TRACKED = ("round", "sites")  # the step itself, and what concerns one site of a federation alone
-LONGEST, MOST = 6000, 100  # characters of a parameter, and parameters in one request, that MLflow takes
+NOT_TRACKED = ("round", "sites")  # the step itself, and figures of single sites
+LONGEST, MOST = 6000, 100  # MLflow's limits: characters of a parameter, parameters in one request
 
-# Unless a user has them otherwise: no word to MLflow's makers, none of what it does in passing on the screen,
-# and no run that stands still for long because a server is away.
+# Defaults that a user can override: no telemetry, no chatter on the screen, and no long wait for a server
+# that is down.
 MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -39,10 +40,10 @@ MLFLOW_DEFAULTS = {
 
 
 class Tracker(Protocol):
-    """Whoever is told of a run."""
+    """A log of a run."""
 
     def begin(self, parameters: Mapping[str, Any], history: Sequence[Metrics]) -> None:
-        """A run begins or goes on: its settings, and the rounds that are done, which the log is to have."""
+        """A run starts or resumes, with its settings and the metrics so far, which the log must contain."""
         ...
 
     def evaluated(self, metrics: Metrics) -> None:
@@ -50,23 +51,23 @@ class Tracker(Protocol):
         ...
 
     def end(self, summary: Metrics | None) -> None:
-        """The run is finished, or, without a summary, left for now: nothing may stay open."""
+        """The run is finished, or interrupted if there is no summary: closes everything."""
         ...
 
 
 def require_installed(tools: Sequence[Tool]) -> None:
-    """Refuses tools that are not installed."""
+    """Raises if a tool is not installed."""
     for tool in tools:
         missing = [name for name in NEEDS[tool] if find_spec(name) is None]
         require(
             not missing,
-            f"track={tool} needs {', '.join(missing)}, not installed here: pip install 'fedhassle[{tool}]'",
+            f"track={tool} needs {', '.join(missing)}, not installed: pip install 'fedhassle[{tool}]'",
         )
 
 
 @contextmanager
 def tracking(tools: Sequence[Tool], folder: Folder) -> Iterator[Trackers]:
-    """The trackers of a run, told of its end however it comes about."""
+    """The trackers of a run; they are closed however the run ends."""
     made: dict[Tool, Callable[[Folder], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
     trackers = Trackers({tool: made[tool](folder) for tool in tools})
     try:
@@ -76,43 +77,46 @@ def tracking(tools: Sequence[Tool], folder: Folder) -> Iterator[Trackers]:
 
 
 class Trackers:
-    """Several trackers as one; the first error of one is told, and the run goes on without it."""
+    """Several trackers as one; after its first error, which is logged, a tracker is dropped."""
 
     def __init__(self, trackers: Mapping[Tool, Tracker]) -> None:
-        self._going = dict(trackers)
+        self._active = dict(trackers)
 
     def begin(self, parameters: Mapping[str, Any], history: Sequence[Metrics]) -> None:
-        """A run begins or goes on."""
-        self._tell(lambda tracker: tracker.begin(parameters, history))
+        """A run starts or resumes."""
+        self._each(lambda tracker: tracker.begin(parameters, history))
 
     def evaluated(self, metrics: Metrics) -> None:
         """A round was evaluated."""
-        self._tell(lambda tracker: tracker.evaluated(metrics))
+        self._each(lambda tracker: tracker.evaluated(metrics))
 
     def end(self, summary: Metrics | None) -> None:
-        """The run is finished or left; whoever has heard it hears nothing more."""
-        self._tell(lambda tracker: tracker.end(summary))
-        self._going.clear()
+        """The run is finished or interrupted; no tracker is called again."""
+        self._each(lambda tracker: tracker.end(summary))
+        self._active.clear()
 
-    def _tell(self, what: Callable[[Tracker], None]) -> None:
-        for tool, tracker in list(self._going.items()):
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tool, tracker in list(self._active.items()):
             try:
-                what(tracker)
-            except Exception as error:  # a server, a disk or a library: none is worth a run
+                call(tracker)
+            except Exception as error:  # of a server, a disk or a library: not worth a run
                 first = str(error).strip().partition("\n")[0]
                 reason = re.sub(r"//[^/\s]*@", "//", first)  # a server's address may hold a password
                 log.warning(
-                    "track=%s: the run goes on without it: %s: %s", tool, type(error).__name__, reason
+                    "track=%s failed, the run continues without it: %s: %s",
+                    tool,
+                    type(error).__name__,
+                    reason,
                 )
-                del self._going[tool]
+                del self._active[tool]
                 with suppress(Exception):
                     tracker.end(None)
 
 
 def figures(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of nested tables by names such as `accuracy/EM`; what is not known is left out."""
+    """The numbers in nested tables, with names such as `accuracy/EM`; unknown ones are left out."""
     for key, value in metrics.items():
-        name = prefix + re.sub(r"[^\w. -]", "_", key)  # what every tool takes
+        name = prefix + re.sub(r"[^\w. -]", "_", key)  # characters that every tool accepts
         if isinstance(value, Mapping):
             yield from figures(value, f"{name}/")
         elif isinstance(value, int | float):
@@ -120,12 +124,12 @@ def figures(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def figures_of_round(metrics: Metrics) -> dict[str, float]:
-    """What is tracked of an evaluated round."""
+    """The tracked figures of an evaluated round."""
     return dict(figures({key: value for key, value in metrics.items() if key not in NOT_TRACKED}))
 
 
 def final_figures(summary: Metrics) -> dict[str, float]:
-    """What is tracked of a finished run beyond its rounds."""
+    """The tracked figures of a finished run."""
     return dict(figures({"final": summary["accuracy"]}))
 
 
@@ -138,13 +142,13 @@ class TensorBoard:
         self._closing: Any = None
 
     def begin(self, parameters: Mapping[str, Any], history: Sequence[Metrics]) -> None:
-        """Opens a file that takes the place of those before it, and writes again what is done."""
+        """Opens a new file in place of the old ones, and writes the metrics so far."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # All is written anew, since a file that was cut may lack its last rounds, or have some that the run
-        # went back behind. Readers drop what they have read of the files before, which then go: by their
-        # names alone, files of the same second have no order.
+        # Everything is written again, since a file that was cut may lack the last rounds, or contain rounds
+        # that are trained again. purge_step makes readers drop the old files, which are then removed: files
+        # of the same second would have no order.
         before = list(self._path.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(self._path), purge_step=0)
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in parameters.items()}
@@ -152,19 +156,19 @@ class TensorBoard:
         _, opening, self._closing = write_hparams(plain, {})
         self._writer.file_writer.add_summary(opening, 0)
         now = time.time()
-        for i, metrics in enumerate(history):  # as if the run had never stood still
+        for i, metrics in enumerate(history):  # times as if the run had not been interrupted
             self._write(metrics, now - sum(later["seconds"] for later in history[i + 1 :]))
         self._writer.flush()
         for path in before:
             path.unlink(missing_ok=True)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """Adds a round, to be seen at once."""
+        """Adds a round and flushes."""
         self._write(metrics, time.time())
         self._writer.flush()
 
     def end(self, summary: Metrics | None) -> None:
-        """Adds the final scores, and closes the file."""
+        """Adds the final scores and closes the file."""
         if self._writer is None:
             return
         try:
@@ -173,7 +177,7 @@ class TensorBoard:
                     self._writer.add_scalar(name, value, summary["rounds"])
                 self._writer.file_writer.add_summary(self._closing, summary["rounds"])
         finally:
-            self._writer.close()  # and ends its thread
+            self._writer.close()  # also ends its thread
 
     def _write(self, metrics: Metrics, when: float) -> None:
         for name, value in figures_of_round(metrics).items():
@@ -181,18 +185,18 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run at `MLFLOW_TRACKING_URI`, else in a database in the run's folder."""
+    """A run at `MLFLOW_TRACKING_URI`; default: a database in the run's folder."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._client: Any = None
         self._run: str | None = None
-        self._there: set[int] = set()  # rounds that the log has: none is written twice
+        self._logged: set[int] = set()  # rounds in the log: none is written twice
 
     def begin(self, parameters: Mapping[str, Any], history: Sequence[Metrics]) -> None:
-        """Makes a run or takes up the one that the folder names, and adds what it lacks."""
+        """Creates a run or resumes the one that the folder names, and adds the rounds it lacks."""
         for name, value in MLFLOW_DEFAULTS.items():
-            os.environ.setdefault(name, value)  # read when it is imported, and when it asks a server
+            os.environ.setdefault(name, value)  # read on import, and for each request
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -206,27 +210,27 @@ class MLflow:
         else:
             self._client.update_run(found.info.run_id, "RUNNING")
         self._run = found.info.run_id
-        if not found.data.params:  # which can be written once only
+        if not found.data.params:  # parameters can be written only once
             params = [Param(key, str(value)[:LONGEST]) for key, value in parameters.items()]
             for i in range(0, len(params), MOST):
                 self._client.log_batch(self._run, params=params[i : i + MOST])
-        self._there = {metric.step for metric in self._client.get_metric_history(self._run, "seconds")}
+        self._logged = {metric.step for metric in self._client.get_metric_history(self._run, "seconds")}
         for metrics in history:
             self.evaluated(metrics)
 
     def evaluated(self, metrics: Metrics) -> None:
         """Adds a round."""
-        if metrics["round"] not in self._there:
+        if metrics["round"] not in self._logged:
             self._log(figures_of_round(metrics), metrics["round"])
 
     def end(self, summary: Metrics | None) -> None:
-        """Adds the final scores, the curves and the model's card; says whether the run is finished."""
+        """Adds the final scores, the curves and the model card; sets the status."""
         if self._run is None:
             return
         if summary is not None:
             self._log(final_figures(summary), summary["rounds"])
             for file in (self._folder.curves, self._folder.card):
-                if file.exists():  # a picture may be one that could not be drawn
+                if file.exists():  # the picture may have failed
                     self._client.log_artifact(self._run, str(file))
         self._client.set_terminated(self._run, "KILLED" if summary is None else "FINISHED")
 
@@ -237,7 +241,7 @@ class MLflow:
         self._client.log_batch(self._run, [Metric(name, value, now, t) for name, value in values.items()])
 
     def _found(self) -> Any:
-        """The run that the folder names; None where there is none, or another server has it."""
+        """The run that the folder names; None if there is none, or this server does not know it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -250,7 +254,7 @@ class MLflow:
             return None
 
     def _experiment(self) -> str:
-        """The experiment that runs belong to, made by the first of them."""
+        """The id of the experiment of the runs; the first run creates it."""
         from mlflow.exceptions import MlflowException
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fedhassle"
@@ -260,7 +264,7 @@ class MLflow:
         if found is None:
             try:
                 return str(self._client.create_experiment(name, artefacts))
-            except MlflowException:  # another run may have made it in this moment
+            except MlflowException:  # another run may have created it meanwhile
                 found = self._client.get_experiment_by_name(name)
                 if found is None:
                     raise

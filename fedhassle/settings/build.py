@@ -1,4 +1,4 @@
-"""From settings to the things they name: data set, split, network, method."""
+"""From settings to objects: data set, split, network, method, engine; and the hash of settings."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
 from fedhassle.provenance import own_code
-from fedhassle.settings.request import MACHINE, Requested
+from fedhassle.settings.request import MACHINE, Request
 from fedhassle.settings.schema import DataSettings, Settings, method_class, resolve
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
-    """Equal for runs that differ in seed and machine alone."""
+    """A hash that is equal for runs that differ only in seed and machine."""
     return digest(settings, fingerprint(dataset), None if settings.split.file is None else split.hash)
 
 
-def is_machines(key: str) -> bool:
-    """Whether a setting, by its dotted key, says how a run is made and not which: the hash is without it."""
+def is_machine_setting(key: str) -> bool:
+    """True for a dotted key that says how a run is computed, not what: the hash leaves it out."""
     return key == "data.folder" or key.partition(".")[0] in MACHINE
 
 
-def hash_before(settings: Settings) -> str:
-    """The same before a run is built: images and a split are read only where they are a user's own."""
+def expected_hash(settings: Settings) -> str:
+    """The same hash before the run is built: reads images and split only if they are a user's own."""
     name, file = settings.data.name, settings.split.file
     known = name in catalogue.CATALOGUE
-    images = name if known else own_fingerprint(settings.data.model_dump_json(), stamp(Path(name)))
+    images = name if known else file_fingerprint(settings.data.model_dump_json(), stamp(Path(name)))
     return digest(settings, images, None if file is None else Split.load(Path(file)).hash)
 
 
 @functools.lru_cache
-def own_fingerprint(data: str, written: Stamp) -> str:
-    """The fingerprint of a user's own images, by [data] as JSON and the file's stamp: read once."""
+def file_fingerprint(data: str, written: Stamp) -> str:
+    """The fingerprint of a user's own images, cached by [data] as JSON and the file's stamp."""
     return fingerprint(build_dataset(Settings(data=DataSettings.model_validate_json(data))))
 
 
 def digest(settings: Settings, images: str, split: str | None) -> str:
-    """The hash of settings, where images, a split in a file and own code count by what is in them.
+    """The hash of settings; images, a split in a file and own code count by their content.
 
-    What is None does not count: a new option that is None by default leaves finished runs as they are.
+    None does not count: a new option that is None by default keeps the hashes of finished runs.
     """
     plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE}, exclude_none=True)
     plain["data"] = {k: v for k, v in plain["data"].items() if k != "folder"} | {"name": images}
@@ -68,16 +68,16 @@ def digest(settings: Settings, images: str, split: str | None) -> str:
 
 
 def own_code_of(settings: Settings) -> dict[str, str]:
-    """The hash of the source of a method and a network of one's own, by import path; ours have none."""
+    """Hashes of the source of a user's own method and network, by import path."""
     net = settings.net or ""
-    if ":" in net:  # its error says what is wrong; that of the method's name has been by now
+    if ":" in net:  # raises if it cannot be imported; the method was imported already
         find(net, NETS, "network")
     found = {name: own_code(name) for name in (settings.method.name, net)}
     return {name: code for name, code in found.items() if code is not None}
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """The name of a known data set; for a user's own, the hash of its images and labels."""
+    """The name of a known data set; the hash of the images and labels of a user's own."""
     if dataset.name in catalogue.CATALOGUE:
         return dataset.name
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
@@ -85,7 +85,7 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
-    """The images, with what the settings say of them."""
+    """The images, with normalisation and augmentation from the settings."""
     data = settings.data
     dataset = catalogue.load(data.name, None if data.folder is None else Path(data.folder), progress)
     given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
@@ -102,26 +102,26 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
     return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 
 
-def build_divisible(settings: Settings) -> Dataset:
-    """What a split needs of the data: of a named set no images, but for a file that says who holds which."""
+def dataset_to_split(settings: Settings) -> Dataset:
+    """The data set as far as a split needs it: without pixels if it is a known one."""
     data, entry = settings.data, catalogue.CATALOGUE.get(settings.data.name)
     if entry is None or (settings.split.file is not None and not entry.sources):
         return build_dataset(settings)
     if settings.split.file is not None:
-        raise UserError(f"split.file names images of {entry.name}, which are not at hand")
+        raise UserError(f"split.file names images of {entry.name}, which are not available")
     dataset = catalogue.without_pixels(entry)
     return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 
 
 def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """One number for each channel; a whole number of 400 digits has become infinite by now."""
+    """One finite number per channel; an integer of 400 digits is infinite as a float."""
     if len(values) != channels or not all(math.isfinite(value) for value in values):
         raise UserError(f"{key} needs one finite number per channel ({channels}), got {list(values)}")
     return tuple(values)
 
 
 def build_split(settings: Settings, dataset: Dataset) -> Split:
-    """The split in a file, or a new one."""
+    """The split from a file, or a new one."""
     chosen = settings.split
     if chosen.file is not None:
         found = Split.load(Path(chosen.file))
@@ -141,26 +141,26 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
 
 
 def split_seed(settings: Settings) -> int:
-    """The seed that a new split is drawn from: the one that is set, its kind's own, or the run's."""
+    """The seed of a new split: split.seed, the seed of its kind, or the run's."""
     candidates = (settings.split.seed, SPLIT_KINDS[settings.split.kind].seed, settings.seed)
     return next(seed for seed in candidates if seed is not None)
 
 
 class Holdings(NamedTuple):
-    """Who holds what in a run."""
+    """The images of each client of a run."""
 
     data: str
     class_names: tuple[str, ...]
-    mixing: str  # how the classes are divided, in words
+    mixing: str  # the division of the classes, in words
     clients: tuple[ClientRow, ...]
 
 
-def holdings(requested: Requested) -> Holdings | None:
-    """Who holds what in a run; None where the images that say it are not at hand, or cannot be divided so."""
-    settings = resolve(requested)
+def holdings(request: Request) -> Holdings | None:
+    """The images of each client; None if the images are not available, or cannot be split that way."""
+    settings = resolve(request)
     chosen = settings.split
     try:
-        dataset = build_divisible(settings)
+        dataset = dataset_to_split(settings)
         rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
     except UserError:
         return None
@@ -170,14 +170,14 @@ def holdings(requested: Requested) -> Holdings | None:
 
 
 def build_engine(settings: Settings) -> Engine:
-    """Where and how the settings train."""
-    assert settings.precision != "auto" and settings.compile is not None  # since they are resolved
+    """The engine: device, precision, lanes."""
+    assert settings.precision != "auto" and settings.compile is not None  # the settings are resolved
     device = torch.device(settings.device)
     return Engine(device, settings.precision, settings.lanes, settings.compile, settings.deterministic)
 
 
 def build_net(settings: Settings, dataset: Dataset) -> Net:
-    """The network of the settings, else the data set's."""
+    """The network of the settings; default: the data set's."""
     name = settings.net or dataset.net
     build = find(name, NETS, "network")
     try:

@@ -1,4 +1,4 @@
-"""What a user asks for: a preset or TOML file, then KEY=VALUE. Knows few settings, and starts fast."""
+"""A user's request: a preset or TOML file, then KEY=VALUE. Knows few settings, and imports fast."""
 
 from __future__ import annotations
 
@@ -19,46 +19,51 @@ from fedhassle.names import nearest
 T = TypeVar("T")
 
 Tables = dict[str, Any]
-"""Settings as TOML has them: in tables, as far as they are given, and not checked."""
+"""Settings in tables, as in TOML: only those given, not checked."""
 Changes = Sequence[str] | Mapping[str, Any]
-"""Settings over others: words KEY=VALUE, or a mapping whose keys may be dotted."""
+"""Settings that override others: KEY=VALUE words, or a mapping whose keys may be dotted."""
 
-DEEPEST = 8
+MAX_DEPTH = 8  # tables within tables
 PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
-SHORT = ("data", "method")  # tables whose name alone may stand for them: method="fedavg"
+SHORT = ("data", "method")  # tables that may be given by their name alone: method="fedavg"
 MACHINE = ("device", "threads", "lanes", "precision", "compile", "deterministic", "track")  # how, not what
-PRESETS = "settings/presets"  # their folder in the package
-DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # where none is named
+PRESETS = "settings/presets"  # folder in the package
+DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # if the request names none
 
 
-class Requested(NamedTuple):
-    """Layers of settings, the later ones over the earlier; each holds only what differs from the paper's."""
+class Request(NamedTuple):
+    """Layers of settings; later ones override earlier ones. Each holds only what differs from the paper."""
 
     layers: tuple[Tables, ...]
 
     @property
     def data(self) -> str:
-        """The data set, by its name or path."""
+        """The data set, by name or path."""
         return self.get("data", "name", DEFAULT_DATA)
 
     @property
     def method(self) -> str:
-        """The method, by its name or import path."""
+        """The method, by name or import path."""
         return self.get("method", "name", DEFAULT_METHOD)
+
+    def tables(self, name: str) -> list[Tables]:
+        """One table in each layer; empty where a layer lacks it, or has something else in its place."""
+        found = [layer.get(name) for layer in self.layers]
+        return [table if isinstance(table, dict) else {} for table in found]
 
     def get(self, table: str, key: str, default: str) -> str:
         """A setting of a table, from the last layer that has it."""
-        found = [layer[table][key] for layer in self.layers if key in layer.get(table, {})]
-        return str(found[-1]) if found else default
+        return str(next((found[key] for found in reversed(self.tables(table)) if key in found), default))
 
     def top(self, key: str, default: Any) -> Any:
         """A setting outside tables, from the last layer that has it."""
         return next((layer[key] for layer in reversed(self.layers) if key in layer), default)
 
 
-def request(config: str | None, *changes: Changes) -> Requested:
-    """A layer of a preset or file, and above it one for each of the changes."""
-    return Requested((anchored(read(config or "quick")), *(anchored(layer(one)) for one in changes)))
+def request(config: str | None, *changes: Changes) -> Request:
+    """A request: a preset or file (default: quick), and one layer on top for each of the changes."""
+    layers = (read(config or "quick"), *(layer(one) for one in changes))
+    return Request(tuple(absolute_paths(each) for each in layers))
 
 
 def layer(changes: Changes) -> Tables:
@@ -76,7 +81,7 @@ def read(config: str) -> Tables:
 
 
 def read_toml(name: str, folder: str, what: str) -> Tables:
-    """A TOML file: one that the package ships in a folder, by its name, or a user's own by its path."""
+    """A TOML file: one shipped in a folder of the package, by name, or a user's own, by path."""
     known = shipped(folder)
     if name in known:
         return parsed(known[name].read_text("utf-8"), name)
@@ -98,25 +103,25 @@ def read_tables(path: Path) -> Tables:
 
 
 def parsed(text: str, where: str) -> Tables:
-    """TOML as tables, not nested without end."""
+    """TOML as tables; refuses very deep nesting."""
     try:
         settings = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # Python's own too, for numbers of 5,000 digits
-        raise UserError(f"{where} is not valid TOML: {error}{short_beside_long(text, error)}") from error
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of 5,000 digits
+        raise UserError(f"{where} is not valid TOML: {error}{short_form_hint(text, error)}") from error
     level = [settings]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [value for table in level for value in table.values() if isinstance(value, dict)]
     if level:
-        raise UserError(f"{where} nests tables more than {DEEPEST} deep: no setting lies there")
+        raise UserError(f"{where} nests tables more than {MAX_DEPTH} deep; no setting is that deep")
     return settings
 
 
-def short_beside_long(text: str, error: Exception) -> str:
-    """What to write where `method = "x"` stands beside other settings of the method."""
+def short_form_hint(text: str, error: Exception) -> str:
+    """A hint for a file that has both `method = "x"` and other settings of the method."""
     short = re.search(rf"^\s*({'|'.join(SHORT)})\s*=\s*[\"']", text, re.MULTILINE)
     if short is None or "overwrite" not in str(error):
         return ""
-    return f": write {short[1]}.name = … where other {short[1]} settings stand beside it"
+    return f": write {short[1]}.name = … when the file has other {short[1]} settings"
 
 
 def presets() -> list[str]:
@@ -125,19 +130,19 @@ def presets() -> list[str]:
 
 
 def shipped(folder: str) -> dict[str, Traversable]:
-    """The TOML files in a folder of the package, by their names."""
+    """The TOML files in a folder of the package, by name."""
     files = resources.files("fedhassle").joinpath(*folder.split("/")).iterdir()
     found = {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
     return dict(sorted(found.items()))
 
 
 def key_value(change: str) -> tuple[str, Any]:
-    """KEY=VALUE: the value as TOML, a bare word as a string."""
+    """Parses KEY=VALUE; the value is TOML, a bare word is a string."""
     key, equals, text = change.partition("=")
     if not equals or not key:
-        raise UserError(f"{change!r} is no setting: write KEY=VALUE, such as rounds=50 or split.alpha=0.5")
+        raise UserError(f"{change!r} is not a setting: write KEY=VALUE, such as rounds=50 or split.alpha=0.5")
     if "\n" in text:
-        raise UserError(f"{change!r} has a line break: write one KEY=VALUE for each setting")
+        raise UserError(f"{change!r} has a line break: write one KEY=VALUE per setting")
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -147,25 +152,25 @@ def key_value(change: str) -> tuple[str, Any]:
 
 
 def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """`KEY=V1,V2` and others like it: every combination by its name, as KEY=VALUE each."""
+    """Every combination of choices `KEY=V1,V2`: its name, and its KEY=VALUE words."""
     choices = []
     for words in vary:
         key, equals, values = words.partition("=")
-        if not equals or not key or not all(value.strip() for value in between_commas(values)):
-            raise UserError(f"{words!r} is no choice: write KEY=V1,V2, such as seed=0,1,2")
-        choices.append((key.strip(), [value.strip() for value in between_commas(values)]))
+        if not equals or not key or not all(value.strip() for value in split_at_commas(values)):
+            raise UserError(f"{words!r} is not a choice: write KEY=V1,V2, such as seed=0,1,2")
+        choices.append((key.strip(), [value.strip() for value in split_at_commas(values)]))
     return [(name, [f"{key}={value}" for key, value in chosen]) for name, chosen in combinations(choices)]
 
 
 def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, list[tuple[str, T]]]]:
-    """Every combination of values of keys, by a name for its folder; without any choice, one of nothing."""
+    """Every combination of the values: a name for its folder, and its pairs; without choices an empty one."""
     pairs = [[(key, value) for value in values] for key, values in choices]
     found = [list(chosen) for chosen in itertools.product(*pairs)]
     return [("-".join(str(value) for _, value in chosen), chosen) for chosen in found]
 
 
-def between_commas(text: str) -> list[str]:
-    """What stands between commas, but for those in brackets or quotes: tables and lists stay whole."""
+def split_at_commas(text: str) -> list[str]:
+    """Splits at commas outside brackets and quotes: tables and lists stay whole."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote or character in "\"'":
@@ -182,8 +187,8 @@ def between_commas(text: str) -> list[str]:
 def nested(key: str, value: Any) -> Tables:
     """`a.b = value` as tables."""
     parts = key.split(".")
-    if len(parts) > DEEPEST:
-        raise UserError(f"unknown setting {key[:50]!r}…: no setting lies in more than {DEEPEST} tables")
+    if len(parts) > MAX_DEPTH:
+        raise UserError(f"unknown setting {key[:50]!r}…: no setting is more than {MAX_DEPTH} tables deep")
     for part in reversed(parts):
         value = {part: value}
     result: Tables = value
@@ -191,43 +196,43 @@ def nested(key: str, value: Any) -> Tables:
 
 
 def expanded(settings: Tables) -> Tables:
-    """`method = "x"` as `method.name = "x"`, and so for the other short tables."""
+    """Settings with `method = "x"` written as `method.name = "x"`, and likewise for data."""
     return {k: {"name": v} if k in SHORT and not isinstance(v, dict) else v for k, v in settings.items()}
 
 
-def anchored(layer: Tables) -> Tables:
-    """A layer whose paths stay right in another working folder."""
+def absolute_paths(layer: Tables) -> Tables:
+    """A layer whose paths are absolute, so that they hold in any working folder."""
     for table, key in PATHS:
-        value = layer.get(table, {}).get(key) if isinstance(layer.get(table), dict) else None
+        value = layer[table].get(key) if isinstance(layer.get(table), dict) else None
         if isinstance(value, str) and (key != "name" or value.lower().endswith(".npz")):
             if "\0" in value:
-                raise UserError(f"{table}.{key}={value!r} is no path")
-            absolute = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - any string goes
+                raise UserError(f"{table}.{key}={value!r} is not a path")
+            absolute = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - takes any string
             layer = overlaid(layer, {table: {key: absolute}})
     return layer
 
 
 def overlaid(below: Tables, above: Tables) -> Tables:
-    """Two layers as one: tables are merged, anything else above replaces what is below."""
+    """Two layers as one: tables are merged, any other value above replaces the one below."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        # A layout of labels is one value, however it is written.
+        # A layout of labels is one value, even when it is written as a table.
         merged[key] = overlaid(below[key], value) if both and key != "labels" else value
     return merged
 
 
-def to_json(requested: Requested) -> str:
-    """The layers as JSON."""
-    return json.dumps(requested.layers, default=str)
+def to_json(request: Request) -> str:
+    """A request as JSON."""
+    return json.dumps(request.layers, default=str)
 
 
-def from_json(text: str) -> Requested:
-    """What `to_json` wrote."""
+def from_json(text: str) -> Request:
+    """The request that `to_json` wrote."""
     layers = json.loads(text)
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise ValueError("it holds no layers of settings")
-    return Requested(tuple(layers))
+        raise ValueError("not a list of layers of settings")
+    return Request(tuple(layers))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

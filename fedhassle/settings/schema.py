@@ -1,4 +1,4 @@
-"""Settings: their names, types and defaults (the paper's), and how they follow from what was asked for."""
+"""Settings: names, types and defaults (the paper's), and how a request is resolved to them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,42 @@ import json
 import math
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find, nearest
-from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Requested, overlaid
+from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, overlaid
 
-M = TypeVar("M", bound=BaseModel)
+COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
 
-COMPILED_ROUNDS = 100  # from so many on, fusing the kernels of ResNet-8 is won back (docs/speed.md)
+PER_DEVICE = ("device", "threads", "precision", "compile")  # chosen anew when a run moves to another device
 
-DEVICES_OWN = ("device", "threads", "precision", "compile")  # those that go with a device
+REQUIRED = ("networks", "initial", "phases", "predict")  # `Method` leaves these to its subclasses
 
-REQUIRED = ("networks", "initial", "phases", "predict")  # what `Method` leaves to its heirs
-
-Tool = Literal["tensorboard", "mlflow"]  # trackers
+Tool = Literal["tensorboard", "mlflow"]  # experiment trackers
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def words_in(value: Any) -> Any:
-    """`a,b` as a list of words; anything else as it is."""
+def split_words(value: Any) -> Any:
+    """`a,b` as a list of words; any other value unchanged."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class DataSettings(BaseModel):
-    """Which images, and how training sees them; what is not set comes with the data set."""
+    """The images, and how training sees them; the data set has defaults for what is None."""
 
     model_config = STRICT
-    name: str = DEFAULT_DATA  # a name of `fedhassle data list`, or the path of an .npz
-    folder: str | None = None  # where named data sets lie
-    holdout: float = Field(
-        default=0.0, ge=0, lt=1
-    )  # this share of the training images stands in for the test images
+    name: str = DEFAULT_DATA  # a name from `fedhassle data list`, or the path of an .npz
+    folder: str | None = None  # the folder of the named data sets
+    holdout: float = Field(default=0.0, ge=0, lt=1)  # share of the training images to test on instead
     mean: list[float] | None = None
     std: list[float] | None = None
     flip: bool | None = None
@@ -56,7 +52,7 @@ class DataSettings(BaseModel):
 
 
 class SplitSettings(BaseModel):
-    """Who holds which images, and which of them are labelled."""
+    """The split: which client holds which images, and which of them are labelled."""
 
     model_config = STRICT
     kind: Literal["authors", "balanced", "dirichlet", "iid"] = "authors"
@@ -66,8 +62,8 @@ class SplitSettings(BaseModel):
     labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
-    seed: int | None = Field(default=None, ge=0)  # default: the run's; with kind=authors 0
-    file: str | None = None  # a saved split, in place of all the above, which then cannot be set
+    seed: int | None = Field(default=None, ge=0)  # default: the run's seed; 0 with kind=authors
+    file: str | None = None  # a saved split; excludes all of the above
 
 
 class MethodSettings(BaseModel):
@@ -78,105 +74,133 @@ class MethodSettings(BaseModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All but the name."""
+        """The settings without the name."""
         return dict(self.model_extra or {})
 
 
 class Settings(BaseModel):
-    """A run, whole: equal settings and seed give equal results on one machine."""
+    """All settings of a run: equal settings and seed give equal results on one machine."""
 
     model_config = STRICT
     data: DataSettings = DataSettings()
-    net: str | None = None  # a name, or the import path of an nn.Module class; else the data set's
+    net: str | None = None  # a name, or the import path of an nn.Module class; default: the data set's
     seed: int = Field(default=0, ge=0, lt=2**32)
     rounds: int = Field(default=200, ge=1, lt=1_000_000)  # T
     clients_per_round: int = Field(default=8, ge=1)  # C
     evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(default=0, ge=0, le=1024)  # clients side by side on a CPU; 0: one for each core
-    lanes: int = Field(
-        default=LANES, ge=1, le=256
-    )  # clients side by side on a GPU, as far as its memory goes
+    threads: int = Field(default=0, ge=0, le=1024)  # clients in parallel on a CPU; 0: one per core
+    lanes: int = Field(default=LANES, ge=1, le=256)  # clients in parallel on a GPU, if its memory allows
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
-    compile: bool | None = None  # fuse kernels on a GPU, which takes a minute; else where it pays
-    deterministic: bool = False  # the same bits in every run on one GPU, at some cost
-    track: Annotated[list[Tool] | None, BeforeValidator(words_in)] = (
-        None  # who else is told of every evaluation
-    )
+    compile: bool | None = None  # compile kernels for a GPU, which takes a minute; default: when it pays
+    deterministic: bool = False  # bitwise equal runs on one GPU; slower
+    track: Annotated[list[Tool] | None, BeforeValidator(split_words)] = None
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
     def as_toml(self) -> dict[str, Any]:
-        """What is set, as a file of settings has it; of a split in a file nothing but that."""
+        """The settings that are not None, as tables; of a split in a file only its path."""
         made = self.model_dump(exclude_none=True)
         return made if self.split.file is None else made | {"split": {"file": self.split.file}}
 
 
-def resolve(requested: Requested) -> Settings:
+def resolve(request: Request) -> Settings:
     """Valid settings, with every default and every choice of this machine filled in."""
     merged: dict[str, Any] = {}
-    for layer in requested.layers:
+    for layer in request.layers:
         merged = overlaid(merged, layer)
+    merged = expanded(merged)
     require_finite(merged)
-    settings = validated(Settings, merged)
-    name, given = settings.method.name, settings.method.settings
-    model = fields_model(method_class(name), name)  # type: ignore[arg-type] # a class is hashable
-    chosen = {k: v for k, v in given.items() if k in model.model_fields or not outgrown(requested, k)}
-    values = validated(model, chosen, name).model_dump()
+    given = merged.get("method", {})
+    name = given.get("name", DEFAULT_METHOD)
+    require(isinstance(name, str), f"method.name: input should be a valid string, got {name!r}")
+    method = method_class(name)
+    known = {field.name for field in dataclasses.fields(method)}
+    table = {k: v for k, v in given.items() if k in known or not is_left_over(request, k)}
+    settings = validated(method, name, {**merged, "method": {**table, "name": name}})
     device = resolved_device(settings.device)
-    return settings.model_copy(
-        update={
-            "device": device,
-            "precision": resolved_precision(settings.precision, device),
-            "compile": resolved_compile(settings, device),
-            "threads": settings.threads or available_cores(),
-            "split": resolved_split(settings.split, requested),
-            "method": MethodSettings(name=name, **values),
-        }
-    )
+    chosen = {
+        "device": device,
+        "precision": resolved_precision(settings.precision, device),
+        "compile": resolved_compile(settings, device),
+        "threads": settings.threads or available_cores(),
+        "split": resolved_split(settings.split, request),
+        "method": MethodSettings(**settings.method.model_dump()),
+    }
+    return Settings.model_construct(**(dict(settings) | chosen))
 
 
-def resolved_split(split: SplitSettings, requested: Requested) -> SplitSettings:
-    """A split in a file stands alone: what lower layers say of splits gives way, and none may say more."""
+def is_left_over(request: Request, key: str) -> bool:
+    """True for a setting of a method that a later layer replaced by another: `run quick method=fedavg`."""
+    last = {each: i for i, table in enumerate(request.tables("method")) for each in table}
+    return last[key] < last.get("name", -1)
+
+
+def resolved_split(split: SplitSettings, request: Request) -> SplitSettings:
+    """The split; one in a file replaces the split of lower layers, and excludes other settings beside it."""
     if split.file is None:
         return split
-    tables = [table if isinstance(table := layer.get("split"), dict) else {} for layer in requested.layers]
+    tables = request.tables("split")
     naming = max(i for i, table in enumerate(tables) if "file" in table)
     beside = {key: None for table in tables[naming:] for key in table if key != "file"}
     default = SplitSettings().model_dump(exclude_none=True)
-    if beside and not beside.keys() >= default.keys():  # all of them: a config.toml from before this rule
+    if beside and not beside.keys() >= default.keys():  # all of them: a config.toml older than this rule
         keys = ", ".join(f"split.{key}" for key in beside)
-        raise UserError(f"split.file={split.file} says who holds what, whole: leave out {keys}")
+        raise UserError(f"split.file={split.file} defines the whole split: leave out {keys}")
     return SplitSettings(file=split.file)
 
 
-def outgrown(requested: Requested, key: str) -> bool:
-    """Whether only layers below the one that names the method set a key: `run quick method=fedavg`."""
-    naming = [i for i, layer in enumerate(requested.layers) if "name" in layer.get("method", {})]
-    setting = [i for i, layer in enumerate(requested.layers) if key in layer.get("method", {})]
-    return bool(naming) and max(setting) < max(naming)
-
-
-def validated(model: type[M], values: Mapping[str, Any], method: str | None = None) -> M:
-    """The values as a model, of all settings or of a method's; all that is wrong with them in one error."""
+def validated(method: type[Method], name: str, values: Mapping[str, Any]) -> Settings:
+    """The values as settings of a run with this method; one error lists everything that is wrong."""
+    model = settings_model(method, name)  # type: ignore[arg-type] # a class is hashable
     try:
         # By way of JSON: a list is a list in TOML, whether a field calls it a list or a tuple.
         return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise UserError("\n".join(explain(model, e, method) for e in error.errors())) from error
+        raise UserError("\n".join(explain(model, e, name) for e in error.errors())) from error
 
 
-def explain(model: type[BaseModel], error: Any, method: str | None) -> str:
-    """One thing that is wrong with the settings, in a line."""
+def explain(model: type[BaseModel], error: Any, method: str) -> str:
+    """One mistake in the settings, in a line."""
     *tables, last = [str(part) for part in error["loc"]]
-    key = ".".join([*([] if method is None else ["method"]), *tables, last])
+    key = ".".join([*tables, last])
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
     for table in tables:
         model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
     known = list(model.model_fields)
     hint = nearest(last, known, key.removesuffix(last)) or f" (known are {', '.join(known)})"
-    return f"unknown setting {key!r}{'' if method is None else f' of {method}'}{hint}"
+    return f"unknown setting {key!r}{f' of {method}' if tables == ['method'] else ''}{hint}"
+
+
+@functools.cache
+def settings_model(method: type[Method], name: str) -> type[Settings]:
+    """`Settings` whose [method] has the fields of a method; cached, since a report checks a thousand runs."""
+    try:
+        hints = typing.get_type_hints(method)
+    except Exception as error:  # a user's annotations may fail in any way
+        where = f"{method.__module__}:{method.__name__}"
+        raise UserError(f"the fields of {where} have types that cannot be read: {error}") from error
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], pydantic_default(field))
+        for field in dataclasses.fields(method)
+        if field.name != "net"
+    }
+    if "name" in fields:
+        raise UserError(f"method {name!r} has a field called 'name': that setting names the method")
+    try:
+        table = create_model("MethodTable", __config__=STRICT, name=(str, ...), **fields)
+    except Exception as error:  # pydantic refuses types that it does not know
+        first = str(error).partition("\n")[0]
+        raise UserError(f"method {name!r} has a field that cannot be a setting: {first}") from error
+    return create_model("Settings", __base__=Settings, method=(table, ...))
+
+
+def pydantic_default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a dataclass field, as pydantic writes it."""
+    if field.default_factory is not dataclasses.MISSING:
+        return Field(default_factory=field.default_factory)
+    return ... if field.default is dataclasses.MISSING else field.default
 
 
 def method_class(name: str) -> type[Method]:
@@ -188,18 +212,18 @@ def method_class(name: str) -> type[Method]:
     lacking = [part for part in REQUIRED if getattr(found, part) is getattr(Method, part)]
     if lacking:
         raise UserError(
-            f"method {name!r} does not define {', '.join(lacking)}: a method has {', '.join(REQUIRED)} "
-            "of its own (docs/method.md shows how)"
+            f"method {name!r} does not define {', '.join(lacking)}: a method needs {', '.join(REQUIRED)} "
+            "(docs/method.md shows how)"
         )
     if not isinstance(found.modes, Mapping):
         raise UserError(
-            f"method {name!r}: modes is a dict of predictions and what each is, got {found.modes!r}"
+            f"method {name!r}: modes must be a dict from predictions to descriptions, got {found.modes!r}"
         )
     return found
 
 
 def require_own_fields(name: str, method: type[Method]) -> None:
-    """Refuses what looks like a field of a method, and is none: without a word it would do nothing."""
+    """Refuses class attributes that look like fields of a method but are not: they would have no effect."""
     for parent in method.__mro__:
         bare = "__dataclass_fields__" not in vars(parent) and issubclass(parent, Method)
         if bare and any("ClassVar" not in str(kind) for kind in inspect.get_annotations(parent).values()):
@@ -211,46 +235,13 @@ def require_own_fields(name: str, method: type[Method]) -> None:
         value = getattr(method, field.name, dataclasses.MISSING)
         if value is not field.default and not inspect.ismemberdescriptor(value):  # as slots are
             raise UserError(
-                f"method {name!r}: {field.name} = {value!r} without a type is no setting, and changes none: "
+                f"method {name!r}: {field.name} = {value!r} without a type is no setting and has no effect: "
                 f"write {field.name}: TYPE = {value!r} in a class under @dataclass(frozen=True)"
             )
 
 
-def method_fields(method: type[Method]) -> dict[str, Any]:
-    """The settings of a method: each field's type and default."""
-    try:
-        hints = typing.get_type_hints(method)
-    except Exception as error:  # a user's annotations may fail in any way
-        where = f"{method.__module__}:{method.__name__}"
-        raise UserError(f"the fields of {where} have types that cannot be read: {error}") from error
-    fields = [field for field in dataclasses.fields(method) if field.name != "net"]
-    return {field.name: (hints[field.name], default_of(field)) for field in fields}
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default as pydantic has it."""
-    if field.default_factory is not dataclasses.MISSING:
-        return Field(default_factory=field.default_factory)
-    return ... if field.default is dataclasses.MISSING else field.default
-
-
-@functools.cache
-def fields_model(method: type[Method], name: str) -> type[BaseModel]:
-    """A model that checks the settings of a method, made once: a report checks those of a thousand runs."""
-    fields = method_fields(method)
-    if "name" in fields:
-        raise UserError(
-            f"method {name!r} has a field called 'name', which is the setting that names the method"
-        )
-    try:
-        return create_model("MethodFields", __config__=STRICT, **fields)
-    except Exception as error:  # pydantic refuses types that it does not know
-        first = str(error).partition("\n")[0]
-        raise UserError(f"method {name!r} has a field that cannot be a setting: {first}") from error
-
-
 def require_finite(value: Any, key: str = "") -> None:
-    """Refuses inf and nan anywhere: no setting has a use for them, and JSON has no word for them."""
+    """Refuses inf and nan anywhere: no setting needs them, and JSON cannot hold them."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key} must be finite, got {value}")
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -259,14 +250,14 @@ def require_finite(value: Any, key: str = "") -> None:
 
 
 def resolved_device(device: str) -> str:
-    """`auto` as the device that this machine has."""
+    """The device; `auto` is the GPU if this machine has one."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: PyTorch finds no CUDA device here; use device=cpu or device=auto")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def resolved_precision(precision: str, device: str) -> str:
-    """`auto` as the fastest that the device has."""
+    """The precision; `auto` is the fastest of the device."""
     if device == "cpu":
         if precision not in ("auto", "fp32"):
             raise UserError(f"precision={precision} is for a GPU: on a CPU it is fp32")
@@ -275,7 +266,7 @@ def resolved_precision(precision: str, device: str) -> str:
 
 
 def resolved_compile(settings: Settings, device: str) -> bool:
-    """Whether kernels are fused: where the minute that it takes is won back."""
+    """True if kernels are compiled; default: if the run is long enough for the minute it takes to pay."""
     if settings.compile and (device == "cpu" or settings.deterministic):
         reason = "is for a GPU" if device == "cpu" else "tunes kernels by time: not with deterministic=true"
         raise UserError(f"compile=true {reason}")

@@ -11,7 +11,8 @@ from small import call, process
 from fedhassle.cli.main import guarded
 from fedhassle.cli.options import parse_request
 from fedhassle.cli.reproduce import names_and_changes
-from fedhassle.runs import launch
+from fedhassle.runs import folder as run_folder
+from fedhassle.runs import run as run_module
 from fedhassle.settings.request import request
 
 
@@ -62,8 +63,8 @@ def test_a_dangling_link_in_place_of_the_runs_folder_is_named(several, words, tm
         assert next(tries) == 0
         return real(requested)
 
-    real = launch.default_folder
-    monkeypatch.setattr(launch, "default_folder", once)
+    real = run_folder.default_folder
+    monkeypatch.setattr(run_folder, "default_folder", once)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to("big-disk")
     code, _, err = call("run", *words, *several)
@@ -220,7 +221,7 @@ def test_a_run_that_cannot_be_built_leaves_nothing(images, tmp_path, monkeypatch
     def broken(*_):
         raise RuntimeError("not the user's fault")
 
-    monkeypatch.setattr(launch, "method_of", broken)
+    monkeypatch.setattr(run_module, "method_for_run", broken)
     with pytest.raises(RuntimeError):
-        launch.start(request("paper", words[:1]), Path("mine"))
+        run_module.start(request("paper", words[:1]), Path("mine"))
     assert not Path("mine").exists() and Path("runs").exists()

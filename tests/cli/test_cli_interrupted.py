@@ -8,7 +8,7 @@ import small
 import torch
 from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
 
-from fedhassle.runs import launch
+from fedhassle.runs import train
 from fedhassle.runs.checkpoints import load_checkpoint
 
 # Divergence
@@ -71,8 +71,8 @@ def test_an_interrupted_run_can_be_resumed_and_says_how(words, finished, tmp_pat
             raise KeyboardInterrupt
         return accuracy(*args)
 
-    accuracy = launch.accuracy
-    monkeypatch.setattr(launch, "accuracy", interrupted)
+    accuracy = train.accuracy
+    monkeypatch.setattr(train, "accuracy", interrupted)
     code, out, err = call("run", *words, "--out", folder)
     assert code == 130 and f"fedhassle resume {folder}" in out and "Traceback" not in out + err
     assert [line["round"] for line in metrics_of(folder)] == [2] and not (folder / "summary.json").exists()

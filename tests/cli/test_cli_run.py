@@ -18,7 +18,7 @@ import fedhassle
 from fedhassle import provenance
 from fedhassle.files import write_text
 from fedhassle.provenance import code
-from fedhassle.runs.launch import claim, recorded
+from fedhassle.runs.folder import claim, stored_request
 from fedhassle.settings.request import request
 
 
@@ -210,14 +210,14 @@ def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path, mon
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(start, every))
     assert len({folder.path for folder in folders}) == 8
-    assert [recorded(folder).top("seed", None) for folder in folders] == list(every)
+    assert [stored_request(folder).top("seed", None) for folder in folders] == list(every)
 
 
 def test_a_run_survives_an_error_in_its_plot(words, tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError("no such symbol")
 
-    monkeypatch.setattr("fedhassle.runs.launch.draw_curves", fails)
+    monkeypatch.setattr("fedhassle.runs.train.draw_curves", fails)
     assert call("run", *words, "rounds=1", "--out", tmp_path / "run")[0] == 0
     assert (tmp_path / "run" / "summary.json").exists()
     assert (

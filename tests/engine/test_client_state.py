@@ -24,7 +24,9 @@ from fedhassle.errors import UserError
 from fedhassle.method import Descent
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.runs.checkpoints import KEPT, load_checkpoint
-from fedhassle.runs.record import Evaluation, Folder, begin, conduct
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import Evaluation
+from fedhassle.runs.train import restore, train_rounds
 from fedhassle.vectors import all_finite
 
 DATA = small.dataset(side=3)
@@ -323,9 +325,9 @@ def run(folder, rounds=8, every=2, method=PULLED, split=small.SPLIT, data=DATA, 
     """A new or resumed run in a folder, step by step."""
     federation = Simulator(data, split, 0, ENGINE, 1, ClientState(Folder(folder).memory))
     plan = Plan(rounds, per_round, 0)
-    start = begin(Folder(folder), method, plan.seed, CPU)
+    start = restore(Folder(folder), method, plan.seed, CPU)
     found = Evaluation({method.headline: 0.5})
-    return conduct(Folder(folder), method, federation, plan, lambda state, t: found, every, start)
+    return train_rounds(Folder(folder), method, federation, plan, lambda state, t: found, every, start)
 
 
 def last_of(folder):
@@ -503,8 +505,8 @@ def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path,
     )
     drawn = set()
     evaluate = lambda state, t: Evaluation({"model": 0.5})  # noqa: E731
-    start = begin(Folder(tmp_path), PULLED, 0, CPU)
-    for step in conduct(Folder(tmp_path), PULLED, simulator, Plan(4, 100, 0), evaluate, 1, start):
+    start = restore(Folder(tmp_path), PULLED, 0, CPU)
+    for step in train_rounds(Folder(tmp_path), PULLED, simulator, Plan(4, 100, 0), evaluate, 1, start):
         drawn |= {client.name for client in step.clients}
         assert len(step.clients) == 100 and len(looks) < 250
         looks.clear()

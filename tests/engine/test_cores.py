@@ -12,7 +12,8 @@ from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS
 from fedhassle.nets import LeNet, ResNet8
-from fedhassle.runs.launch import carry_out, start
+from fedhassle.runs.run import start
+from fedhassle.runs.train import train_run
 from fedhassle.settings.request import request
 
 
@@ -44,7 +45,7 @@ def test_the_number_of_threads_is_restored():
 
 def test_a_run_leaves_the_callers_threads_as_they_were(words, tmp_path):
     with on_cores(3):
-        steps = carry_out(start(request(None, [*words, "rounds=2"]), tmp_path / "run"))
+        steps = train_run(start(request(None, [*words, "rounds=2"]), tmp_path / "run"))
         seen = [torch.get_num_threads() for _ in steps]
         assert torch.get_num_threads() == 3
     assert seen == [1, 1]

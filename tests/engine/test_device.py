@@ -13,7 +13,8 @@ from torch import nn
 from fedhassle.engine.device import LANES, Engine
 from fedhassle.errors import UserError
 from fedhassle.nets import LeNet, Net, ResNet8, Stem
-from fedhassle.runs.launch import claim, reopen
+from fedhassle.runs.folder import claim
+from fedhassle.runs.run import reopen
 from fedhassle.settings.build import build_engine
 from fedhassle.settings.request import MACHINE, request
 from fedhassle.settings.schema import COMPILED_ROUNDS, Settings, resolved_compile, resolved_precision

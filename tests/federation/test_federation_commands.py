@@ -538,7 +538,7 @@ def test_the_demo_trains_a_model_and_leaves_no_process(tmp_path):
         ["east", "north", "south"]
     ] * 2
     card = (run / "model.md").read_text("utf-8")
-    assert "3 (1 full, 1 partial, 1 unlabelled)" in card and "validation images that the sites keep" in card
+    assert "3 (1 full, 1 partial, 1 unlabelled)" in card and "validation images of the sites" in card
     rows = (tmp_path / "demo" / "predictions.csv").read_text("utf-8").splitlines()
     assert len(rows) == 501 and rows[0].startswith("file,class,probability,SM,UM,EM")
     lines = (tmp_path / "demo" / "test" / "labels.csv").read_text("utf-8").splitlines()[1:]

@@ -17,7 +17,8 @@ from fedhassle.federation.server import coordinate as coordinating
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.federation.server.follow import Seen, followed, so_far
-from fedhassle.runs.record import Folder, read_summary
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import read_summary
 
 RUN = """
         rounds = 4
@@ -274,7 +275,7 @@ def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
     for line in metrics_of(tmp_path / "run"):
         assert line["accuracy"] == line["test"] and line["test_stands_in"] is True
     card = (tmp_path / "run" / "model.md").read_text("utf-8")
-    assert "On the images that the coordinator keeps" in card and "sites keep" not in card
+    assert "test images of the coordinator" in card and "images of the sites" not in card
     assert not (tmp_path / "run" / "best.safetensors").exists()
 
 

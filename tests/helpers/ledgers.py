@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from fedhassle.settings.request import Requested
+from fedhassle.settings.request import Request
 
 KINDS = {"full": 1e6, "partial": 2e6, "unlabelled": 3e6}
 
@@ -33,7 +33,7 @@ def summary(cell, scores, rounds=None, **changes):
     """The summary of a cell's run; `scores`: final accuracies, that of the headline last."""
     if rounds is not None:
         layers = (*cell.requested.layers, {"rounds": rounds})
-        cell = dataclasses.replace(cell, requested=Requested(layers))
+        cell = dataclasses.replace(cell, requested=Request(layers))
     run = cell.identity
     steps = sorted({max(run.rounds // 2, 1), run.rounds})
     history = [

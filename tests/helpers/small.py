@@ -29,7 +29,9 @@ from fedhassle.losses import cross_entropy
 from fedhassle.method import Client, Descent, Method, Phase, Stream
 from fedhassle.methods import METHODS, Hassle
 from fedhassle.nets import Net
-from fedhassle.runs.launch import carry_out, claim, method_of, reopen
+from fedhassle.runs.folder import claim
+from fedhassle.runs.run import method_for_run, reopen
+from fedhassle.runs.train import train_run
 from fedhassle.settings.build import build_dataset, build_split
 from fedhassle.settings.request import request
 from fedhassle.settings.schema import resolve
@@ -264,7 +266,7 @@ def built(settings):
     """Returns the data set, split and method that a run builds before it trains."""
     made = build_dataset(settings, progress=False)
     split = build_split(settings, made)
-    return made, split, method_of(settings, made, split)
+    return made, split, method_for_run(settings, made, split)
 
 
 # The command line
@@ -400,7 +402,7 @@ def kept_by(folder):
 
 def cut(words, folder, rounds):
     """Runs some rounds and stops, as if the process had ended there."""
-    steps = carry_out(reopen(claim(request(None, words), folder).path))
+    steps = train_run(reopen(claim(request(None, words), folder).path))
     for _ in range(rounds):
         next(steps)
     steps.close()

@@ -50,7 +50,7 @@ from fedhassle.methods import (
 )
 from fedhassle.methods.fedmatch import majority
 from fedhassle.randomness import generator
-from fedhassle.runs.launch import start
+from fedhassle.runs.run import start
 from fedhassle.settings.request import request
 from fedhassle.vectors import size_in_bytes
 

@@ -26,7 +26,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Client
 from fedhassle.methods import METHODS
 from fedhassle.methods.fedavg import FedAvg
-from fedhassle.runs.launch import reopen
+from fedhassle.runs.run import reopen
 from fedhassle.settings.build import build_method
 
 EVERY = pytest.mark.parametrize("name", METHODS)

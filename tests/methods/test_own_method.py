@@ -13,7 +13,7 @@ from small import LIMIT, built, environment, resolved
 
 import fedhassle
 from fedhassle.errors import UserError
-from fedhassle.settings.request import Requested, request
+from fedhassle.settings.request import Request, request
 from fedhassle.settings.schema import resolve
 
 METHOD = """
@@ -195,7 +195,7 @@ FORGOTTEN = """
         ("Decorated", "Loose has fields of its own"),
         ("Untyped", "strength = 0.5 without a type is no setting.* write strength: TYPE = 0.5"),
         ("Bare", "lr = 0.5 without a type is no setting"),
-        ("Names", r"modes is a dict of predictions and what each is, got \('model',\)"),
+        ("Names", r"modes must be a dict .*, got \('model',\)"),
     ],
 )
 def test_attributes_that_look_like_fields_are_refused(name, message, module):
@@ -268,7 +268,7 @@ def test_every_plain_kind_of_field_resolves_and_comes_back_from_its_file(field, 
     name = module("own_" + request.node.callspec.id.replace("-", "_"), METHOD.format(field=field))
     settings = resolved(f"method={name}:Ridge")
     assert settings.method.settings["sizes"] == value
-    assert resolve(Requested((tomllib.loads(tomli_w.dumps(settings.as_toml())),))) == settings
+    assert resolve(Request((tomllib.loads(tomli_w.dumps(settings.as_toml())),))) == settings
 
 
 @pytest.mark.parametrize(

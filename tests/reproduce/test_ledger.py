@@ -11,7 +11,7 @@ import pytest
 from fedhassle.errors import UserError
 from fedhassle.reproduce.experiment import cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.runs.launch import Identity
+from fedhassle.runs.run import Identity
 
 RESULTS = Path(__file__).parents[2] / "results"
 HASH = "0123456789abcdef"

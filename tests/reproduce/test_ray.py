@@ -168,7 +168,7 @@ def test_a_task_that_is_told_to_stop_ends_after_its_round_and_goes_on_later(chos
 def test_a_run_that_lies_finished_on_the_machine_is_brought_back_as_it_is(chosen, tmp_path, monkeypatch):
     sent = errand(chosen[0], tmp_path / "run")
     first = carried_out(sent, never)
-    monkeypatch.setattr(ray, "carry_out", None)
+    monkeypatch.setattr(ray, "train_run", None)
     assert carried_out(sent, never) == first
 
 
@@ -254,7 +254,7 @@ def test_without_the_extra_it_is_named(tiny, tmp_path, monkeypatch):
 
 def test_where_nothing_is_lacking_no_cluster_is_needed(made, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(several, "carry_out", None)
+    monkeypatch.setattr(several, "train_run", None)
     code, out, _ = call("reproduce", tiny, "--only", "fine", "--ray", "auto", "--results", made / "results")
     assert code == 0 and "2 of 2" in out
 

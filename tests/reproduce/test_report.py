@@ -13,7 +13,7 @@ from rich.console import Console
 from small import PNG, call, summary_of
 
 from fedhassle.runs import curves
-from fedhassle.runs.seeds import Group
+from fedhassle.runs.seeds import SeedGroup
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_run_given_twice_is_one_seed(runs, wide, tmp_path):
     ("seeds", "said"), [((1,), ""), ((1, 1), ""), ((3, 3), ", 3 seeds"), ((3, 1), ", 1 to 3 seeds")]
 )
 def test_the_picture_says_how_many_seeds_there_are(seeds, said):
-    assert curves.seeds([Group("x", ({},) * n) for n in seeds]) == said
+    assert curves.seeds_in_title([SeedGroup("x", ({},) * n) for n in seeds]) == said
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns where labels leave the curves no room
@@ -160,7 +160,8 @@ def test_many_long_names_are_told_apart_and_leave_room_for_the_curves(runs, tmp_
     """Twelve groups, more than there are colours."""
     run = summary_of(runs / "fedavg")
     groups = [
-        Group(f"fixmatch-global lr=0.{n} momentum=0.9 split.alpha=0.1 epochs=10", (run,)) for n in range(12)
+        SeedGroup(f"fixmatch-global lr=0.{n} momentum=0.9 split.alpha=0.1 epochs=10", (run,))
+        for n in range(12)
     ]
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure) or path.touch())
@@ -181,7 +182,7 @@ def drawn_lines(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure) or path.touch())
 
     def draw(summary):
-        curves.draw_curves([Group("x", (summary,) * 3)], tmp_path / "x.png")
+        curves.draw_curves([SeedGroup("x", (summary,) * 3)], tmp_path / "x.png")
         (axes,) = drawn[-1].axes
         assert len(axes.collections) == sum(line.get_linestyle() == "-" for line in axes.lines)  # bands
         return {line.get_label(): line.get_linestyle() for line in axes.lines}
@@ -229,7 +230,10 @@ def test_a_run_notes_the_modes_of_its_method(runs):
 def test_dollars_in_names_are_no_formulas(runs, tmp_path):
     """Neither in the title nor in the legend: `$_$` is one that matplotlib cannot set."""
     summary = renamed(summary_of(runs / "fedavg"), model="$_$") | {"data": "a$_$b.npz", "headline": "$_$"}
-    for groups in ([Group("$_$", (summary,))], [Group("$_$ lr=1", (summary,)), Group("$^$", (summary,))]):
+    for groups in (
+        [SeedGroup("$_$", (summary,))],
+        [SeedGroup("$_$ lr=1", (summary,)), SeedGroup("$^$", (summary,))],
+    ):
         curves.draw_curves(groups, tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(PNG)
 

@@ -127,7 +127,7 @@ def idle(monkeypatch):
         raise AssertionError(f"{run.folder.path} is trained again")
         yield
 
-    monkeypatch.setattr(several, "carry_out", refuse)
+    monkeypatch.setattr(several, "train_run", refuse)
 
 
 # Whole

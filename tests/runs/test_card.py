@@ -1,4 +1,4 @@
-"""The model card beside a model."""
+"""The model card."""
 
 import re
 
@@ -7,18 +7,18 @@ from small import call, summary_of
 
 import fedhassle
 from fedhassle.runs.card import model_card
-from fedhassle.runs.record import STANDS_IN
+from fedhassle.runs.record import TEST_FALLBACK
 
 
 def took_part(least=3, most=3, mean=3.0, **rounds):
-    """What a federation's summary says of its sites, by the rounds that each contributed to."""
+    """The entries about sites in a federation's summary, given the rounds that each contributed to."""
     sites = {name: {"labelled": 9, "unlabelled": 1, "rounds": n} for name, n in rounds.items()}
     return {"sites": sites, "sites_per_round": {"least": least, "most": most, "mean": mean}}
 
 
 @pytest.fixture(scope="module")
 def made(finished):
-    """What the card of a finished run is made from."""
+    """The summary of a finished run, and the metadata of its model."""
     return summary_of(finished[0]), fedhassle.load(finished[0]).about
 
 
@@ -27,11 +27,11 @@ def facts(card):
     return dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", card, re.MULTILINE))
 
 
-def test_a_run_leaves_the_card_of_its_model(finished, made):
+def test_a_run_writes_the_card_of_its_model(finished, made):
     assert (finished[0] / "model.md").read_text("utf-8") == model_card(*made)
 
 
-def test_the_card_says_what_trained_the_model(made):
+def test_the_card_has_the_facts_of_the_training(made):
     summary, about = made
     card = model_card(summary, about)
     assert card.startswith("# hassle on small.npz\n")
@@ -58,27 +58,27 @@ def test_the_card_has_the_accuracies(made):
     ]
     assert "| prediction | last 2 evaluations | last round |" in model_card(summary, about)
     longer = {**summary, "history": summary["history"] * 6}
-    assert "mean of the last 10 evaluations of the run" in model_card(longer, about)
+    assert "last 10 evaluations" in model_card(longer, about)
     assert rows == expected and "| **EM** |" in model_card(summary, about)
 
 
-def test_the_card_says_what_it_was_tested_on(made):
+def test_the_card_names_the_test_images(made):
     summary, about = made
-    assert "On the test images of small.npz, which took no part in training" in model_card(summary, about)
+    assert "the test images of small.npz" in model_card(summary, about)
     data = {**summary["settings"]["data"], "holdout": 0.1}
     held = {**summary, "settings": {**summary["settings"], "data": data}}
-    assert "On 10% of the training images of small.npz" in model_card(held, about)
+    assert "10% of the training images of small.npz" in model_card(held, about)
 
 
 def test_the_card_of_a_federations_model_knows_its_sites(made):
-    """Who holds what is not the server's to say, and the figures are the sites' own."""
+    """The server does not know the split, and the accuracies are those of the sites."""
     summary, about = made
     card = model_card({**summary, **took_part(north=4, south=4, east=4)}, about)
     found = facts(card)
-    assert found["split"] == "none: each site has its own images"
+    assert found["split"].startswith("none")
     assert found["rounds"] == "4, 3 sites in each"
     assert found["trained on"].startswith("the sites' own machines in ")
-    assert "On the validation images that the sites keep, which took no part in training" in card
+    assert "the validation images of the sites" in card
 
 
 def test_the_card_counts_sites_by_what_they_contributed(made):
@@ -87,37 +87,34 @@ def test_the_card_counts_sites_by_what_they_contributed(made):
     assert found["rounds"] == "4, 2 to 3 sites in each (mean 2.8)" and "contribution" not in found["sites"]
     found = facts(model_card({**summary, **took_part(1, 1, 1.0, north=4, south=0, east=0)}, about))
     assert found["rounds"] == "4, 1 site in each"
-    assert found["sites"].endswith("168 without; without a contribution: south, east")
+    assert found["sites"].endswith("without a contribution: south, east")
 
 
-def test_the_card_of_a_federations_model_says_whose_images_judged_it(made):
+def test_the_card_of_a_federations_model_names_the_images_it_was_evaluated_on(made):
     summary, about = made
     lines = summary["history"]
-    stood_in = [{**metrics, STANDS_IN: True} for metrics in lines]
+    fallbacks = [{**metrics, TEST_FALLBACK: True} for metrics in lines]
     for history, expected in (
-        (lines, "On the validation images that the sites keep, which took no part"),
-        (stood_in, "On the images that the coordinator keeps, which took no part"),
-        (stood_in + 5 * lines, "On the validation images that the sites keep, which took no part"),
-        (
-            lines + stood_in[:1],
-            "On the validation images that the sites keep (at 1 of 3 evaluations no site ",
-        ),
+        (lines, "On the validation images of the sites, "),
+        (fallbacks, "On the test images of the coordinator, "),
+        (fallbacks + 5 * lines, "On the validation images of the sites, "),
+        (lines + fallbacks[:1], "On the validation images of the sites (at 1 of 3 evaluations "),
     ):
         assert expected in model_card({**summary, **took_part(north=4), "history": history}, about)
 
 
-def test_the_card_has_the_figures_of_a_test_beside_validation(made):
-    """Means of the last ten, of those that have a test; without one at the end there is nothing to say."""
+def test_the_card_has_the_accuracies_on_test_images_beside_validation(made):
+    """Means of the last ten evaluations with a test; only if the last evaluation has one."""
     summary, about = made
     lines = [{**summary["history"][-1], "test": {"EM": k / 20, "SM": 0.5}} for k in range(12)]
     federation = {**summary, **took_part(north=4)}
     card = model_card({**federation, "history": summary["history"] + lines}, about)
-    _, beside = card.split("And on the images that the coordinator keeps for a test:\n\n")
+    _, beside = card.split("On the coordinator's test images:\n\n")
     assert beside.startswith("| prediction | last 10 evaluations | last round |\n|---|---|---|\n")
     assert "| SM | 50.00 | 50.00 |\n| **EM** | 32.50 | 55.00 |\n\n## Intended" in beside  # as above it
-    alone = [{**line, STANDS_IN: True} for line in lines]
+    alone = [{**line, TEST_FALLBACK: True} for line in lines]
     for history in (summary["history"], lines + summary["history"], alone):
-        assert "for a test" not in model_card({**federation, "history": history}, about)
+        assert "coordinator's test" not in model_card({**federation, "history": history}, about)
 
 
 def test_the_limits_are_two_sentences(made):
@@ -142,7 +139,7 @@ def test_no_name_breaks_the_card(made):
     assert found["images"].startswith("8×9, colour; normalised with mean (0, 0, 0)")
 
 
-def test_a_saved_split_and_a_reference_have_cards(without_residuals, finished, tmp_path):
+def test_runs_with_a_split_file_and_with_pooled_data_have_cards(without_residuals, finished, tmp_path):
     words = [word for word in without_residuals if not word.startswith("split.")]
     words += [f"split.file={finished[0] / 'split.npz'}", "method=central", "rounds=1"]
     assert call("run", *words, "--out", tmp_path / "run")[0] == 0

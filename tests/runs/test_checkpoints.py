@@ -1,4 +1,4 @@
-"""Damage to a run's files: what is noticed, what is repaired, what is refused."""
+"""Damage to the files of a run: detected, repaired, or refused."""
 
 import errno
 import os
@@ -10,12 +10,13 @@ from small import assert_same_result, call, checkpoints, cut, metrics_of
 
 from fedhassle.engine import tensor_files
 from fedhassle.engine.tensor_files import write_arrays
-from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.errors import UserError
 from fedhassle.federation.server.coordinate import best_so_far
-from fedhassle.runs.launch import carry_out, claim, reopen
+from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
+from fedhassle.runs.folder import Folder, claim
+from fedhassle.runs.run import reopen
+from fedhassle.runs.train import train_run
 from fedhassle.settings.request import request
-from fedhassle.runs.record import Folder
 
 
 def truncated(content):
@@ -65,7 +66,7 @@ def test_without_a_whole_checkpoint_a_run_starts_again(eight_rounds, whole, tmp_
 
 
 def failing(monkeypatch, names=""):
-    """Reading files of such names fails, as on a disk that is away for a moment."""
+    """Reading files of such names fails, as on a disk that is offline for a moment."""
     real = tensor_files.safe_open
 
     def fails(path, **options):
@@ -77,8 +78,8 @@ def failing(monkeypatch, names=""):
 
 
 @pytest.mark.parametrize("which", ["", "round-000006"])
-def test_checkpoints_that_cannot_be_read_for_a_moment_stay(which, eight_rounds, whole, tmp_path):
-    """Nor does a run go back behind the newest: it ends, and goes on from there later."""
+def test_checkpoints_that_cannot_be_read_for_a_moment_are_kept(which, eight_rounds, whole, tmp_path):
+    """The run does not fall back to an older one: it stops, and can resume from the newest later."""
     folder = tmp_path / "run"
     cut(eight_rounds, folder, 6)
     files = [*checkpoints(folder), folder / "metrics.jsonl"]
@@ -94,9 +95,9 @@ def test_checkpoints_that_cannot_be_read_for_a_moment_stay(which, eight_rounds, 
 
 
 @pytest.mark.parametrize("damage", ["truncated", "unreadable"])
-def test_a_run_does_not_end_with_another_checkpoint_than_its_last(damage, eight_rounds, whole, tmp_path):
+def test_a_run_only_finishes_with_its_last_checkpoint(damage, eight_rounds, whole, tmp_path):
     folder = tmp_path / "run"
-    steps = carry_out(reopen(claim(request(None, eight_rounds), folder).path))
+    steps = train_run(reopen(claim(request(None, eight_rounds), folder).path))
     for _ in range(8):
         next(steps)
     newest = checkpoints(folder)[-1]
@@ -112,7 +113,7 @@ def test_a_run_does_not_end_with_another_checkpoint_than_its_last(damage, eight_
     assert_same_result(folder, whole)
 
 
-def test_the_best_score_of_a_run_that_goes_on_is_not_forgotten_over_a_disk(tmp_path, monkeypatch):
+def test_an_unreadable_best_model_is_an_error_when_a_run_resumes(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
     assert best_so_far(folder) == -1.0
     write_arrays(folder.best, {"w": torch.zeros(3)}, {"headline": "model", "validation": {"model": 0.75}})
@@ -131,7 +132,7 @@ def test_damaged_checkpoints_do_not_push_out_new_ones(eight_rounds, tmp_path):
     cut(eight_rounds, folder, 8)
     for path in checkpoints(folder):
         path.write_bytes(truncated(path.read_bytes()))
-    steps = carry_out(reopen(folder))
+    steps = train_run(reopen(folder))
     assert [next(steps).t for _ in range(2)] == [1, 2]
     steps.close()
     found = load_checkpoint(folder / "checkpoints", small.CPU)
@@ -156,7 +157,7 @@ def test_every_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
 
 @pytest.mark.parametrize(("t", "left"), [(0, []), (3, [2]), (4, [2, 4]), (10, [2, 4, 10]), (99, [2, 4, 10])])
 def test_checkpoints_after_a_round_are_discarded(t, left, tmp_path):
-    """And nothing but checkpoints."""
+    """Other files are kept."""
     for name in (*(f"round-{n:06d}.safetensors" for n in (2, 4, 10)), "round-notes.txt", "zebra.safetensors"):
         (tmp_path / name).touch()
     discard_after(tmp_path, t)
@@ -164,8 +165,9 @@ def test_checkpoints_after_a_round_are_discarded(t, left, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == kept | {"round-notes.txt", "zebra.safetensors"}
 
 
-def test_where_there_are_no_checkpoints_none_is_discarded(tmp_path):
-    discard_after(tmp_path / "nothere", 0)
+def test_a_missing_folder_has_no_checkpoints_to_discard(tmp_path):
+    discard_after(tmp_path / "missing", 0)
+    assert not any(tmp_path.iterdir())
 
 
 def test_only_the_last_two_checkpoints_are_kept(whole):

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on where it was and ends in the same bits."""
+"""A run that is killed at any moment resumes and ends in the same bits."""
 
 import random
 import signal
@@ -31,14 +31,14 @@ WATCHED = {
 
 
 def resume_to_the_end(words, folder):
-    """Goes on; a run that was killed before it could write what was asked is simply started again."""
+    """Resumes a run; starts it again if it was killed before it wrote its request."""
     recorded = (folder / "request.json").exists() or (folder / "config.toml").exists()
     code, _, err = call("resume", folder) if recorded else call("run", *words, "--out", folder)
     assert code == 0, err
 
 
 @pytest.mark.parametrize("moment", WATCHED)
-def test_a_run_killed_at_a_moment_that_matters_ends_in_the_same_bits(
+def test_a_run_killed_at_a_critical_moment_ends_in_the_same_bits(
     moment, eight_rounds, whole, forked, tmp_path
 ):
     folder = tmp_path / "run"
@@ -52,7 +52,7 @@ def test_a_run_killed_at_a_moment_that_matters_ends_in_the_same_bits(
 def test_a_run_killed_again_and_again_at_random_ends_in_the_same_bits(
     seed, eight_rounds, whole, forked, tmp_path
 ):
-    """Up to six kills, each at most some rounds after the process begins to work."""
+    """Up to six kills, each within a few rounds of the start of the process."""
     rng, folder, kills = random.Random(seed), tmp_path / "run", 0
     asked = ("run", *eight_rounds, "--out", folder)
     for _ in range(6):
@@ -68,8 +68,8 @@ def test_a_run_killed_again_and_again_at_random_ends_in_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.15])
-def test_a_process_killed_in_its_first_second_is_taken_up_by_another(delay, eight_rounds, whole, tmp_path):
-    """Real processes, from the shell's command to the table at the end."""
+def test_a_process_killed_in_its_first_second_can_be_resumed(delay, eight_rounds, whole, tmp_path):
+    """Real processes, from the shell command to the table at the end."""
     folder = tmp_path / "run"
     shell = [sys.executable, "-m", "fedhassle", "run", *eight_rounds, "--out", str(folder)]
     running = subprocess.Popen(shell, env=small.environment(), stdout=subprocess.DEVNULL)
@@ -96,7 +96,7 @@ IN_MEMORY = {
 
 
 @pytest.mark.parametrize("moment", IN_MEMORY)
-def test_a_run_killed_while_its_clients_keep_something_ends_in_the_same_bits(
+def test_a_run_killed_while_its_clients_save_their_state_ends_in_the_same_bits(
     moment, without_residuals, module, forked, tmp_path
 ):
     own = module("own_keeps", small.KEEPS.replace("NAME", "kept"))
@@ -108,8 +108,8 @@ def test_a_run_killed_while_its_clients_keep_something_ends_in_the_same_bits(
     assert_same_result(folder, whole)
 
 
-def test_a_folder_from_before_the_request_was_written_can_be_used(eight_rounds, tmp_path):
-    """Killed between making the folder and its first file: nothing is lost, so nothing is in the way."""
+def test_a_folder_without_a_request_can_be_used(eight_rounds, tmp_path):
+    """The run was killed between making the folder and writing its first file."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".writing-abc.json").write_text('[{"rou')

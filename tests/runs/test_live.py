@@ -1,4 +1,4 @@
-"""What a person sees of several runs: a line each that fits, or a line now and then."""
+"""Progress of several runs on the screen: live lines that fit, or a heartbeat; and result tables."""
 
 import io
 import logging
@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fedhassle.runs import live
+from fedhassle.runs.live import SEVERAL_RUNS, follow_several
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.several import Event
-from fedhassle.runs.live import OF_SEVERAL, follow_together
 
 NAME = "table1 cifar100-10%-fixmatch-global-0"
 CLIENT = SimpleNamespace(kind="partial")
 
 
 def line(width, name=NAME):
-    """A run of which 12 of 200 rounds are done, in a terminal of some width."""
+    """The line of a run after 12 of 200 rounds, in a terminal of some width."""
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    progress = Progress(*OF_SEVERAL, console=console)
+    progress = Progress(*SEVERAL_RUNS, console=console)
     progress.update(progress.add_task(name, total=200, score="model 73.5%", clients=""), completed=12)
     console.print(progress)
     (shown,) = console.file.getvalue().splitlines()
@@ -28,18 +28,18 @@ def line(width, name=NAME):
 
 
 @pytest.mark.parametrize("width", [60, 80, 150])
-def test_a_narrow_terminal_takes_from_the_name_alone(width):
+def test_only_the_name_is_shortened_in_a_narrow_terminal(width):
     shown = line(width)
     assert "round  12/200" in shown and "0:00:00 left -:--:-- model 73.5%" in shown and len(shown) <= width
 
 
-def test_of_a_name_that_is_too_long_the_end_is_shown():
+def test_a_name_that_is_too_long_keeps_its_end():
     assert line(80).startswith("…10%-fixmatch-global-0 ") and line(150).startswith(NAME)
     assert line(80, "short").startswith("short ")
 
 
-def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
-    """Rounds of 50 seconds, of which every second is evaluated, by a clock that is set by hand."""
+def test_a_long_run_has_a_heartbeat_without_a_terminal(monkeypatch):
+    """Rounds of 50 seconds, every second one evaluated, by a fake clock."""
     now = SimpleNamespace(time=0.0)
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now.time))
     metrics = {"accuracy": {"EM": 0.5}, "seconds": 50.0}
@@ -52,7 +52,7 @@ def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
         yield Event(0)
 
     console = Console(file=io.StringIO(), width=80)
-    follow_together(events(), console, lambda event: "a", lambda event: "a has ended")
+    follow_several(events(), console, lambda event: "a", lambda event: "a has ended")
     assert console.file.getvalue().splitlines() == [
         "a  round 3/7  1 partial",
         "a  round 6/7  EM 50.0%  1 partial  50.0 s",
@@ -60,8 +60,8 @@ def test_a_long_run_says_where_it_is_where_no_line_moves(monkeypatch):
     ]
 
 
-def test_what_a_run_of_several_has_to_say_stands_behind_its_name():
-    """Of one of several runs by the name that it is shown with; of anything else as it is."""
+def test_messages_of_one_of_several_runs_have_its_name():
+    """The displayed name of the run comes first; other messages are unchanged."""
     log = logging.getLogger("fedhassle")
 
     def events():
@@ -72,7 +72,7 @@ def test_what_a_run_of_several_has_to_say_stands_behind_its_name():
         yield Event(0)
 
     console = Console(file=io.StringIO(), width=80)
-    follow_together(events(), console, lambda event: "table1 [a]")
+    follow_several(events(), console, lambda event: "table1 [a]")
     shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert shown == ["table1 [a]  of the run", "of another", "of nobody"]
 
@@ -85,8 +85,8 @@ def rows(summary):
     return list(cells.cells)
 
 
-def test_the_table_of_a_run_says_what_its_modes_are():
-    """By its summary; by the method of that name where the summary is older; not by the prediction's name."""
+def test_the_table_of_a_run_describes_its_modes():
+    """From its summary; from the method of that name if the summary is old."""
     assert rows({"modes": {"EM": "mine"}}) == ["EM  mine", "w"]
     assert rows({"method": "hassle"}) == ["EM  mean of SM and UM", "w"]
     assert rows({}) == rows({"modes": {"EM": ""}}) == ["EM", "w"]
@@ -102,8 +102,8 @@ def test_the_table_of_a_run_shows_any_name(data):
     assert data in shown and "[x]" in shown
 
 
-def test_a_comparison_has_what_clients_sent_and_how_long_it_took():
-    """Two seeds of two lines: up 2·(1 + 2 + 3) and 2·(3 + 4 + 5) MB, in 1 and 2 minutes; down is no part."""
+def test_a_comparison_has_upload_and_time():
+    """Two seeds of two lines: up 2·(1 + 2 + 3) and 2·(3 + 4 + 5) MB, in 1 and 2 minutes; no download."""
     score = dict.fromkeys(("mean_of_last", "last", "best"), 0.5)
 
     def summary(seed):

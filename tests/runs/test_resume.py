@@ -1,4 +1,4 @@
-"""A run that is cut after any round goes on where it was and ends in the same bits."""
+"""A run that is cut after any round resumes there and ends in the same bits."""
 
 import json
 import shutil
@@ -8,8 +8,8 @@ import small
 from small import assert_same_result, but_seconds, call, cut, metrics_of, tensors_of
 
 import fedhassle
-from fedhassle.runs.launch import claim
 from fedhassle.provenance import versions
+from fedhassle.runs.folder import claim
 from fedhassle.settings.request import request
 
 
@@ -19,25 +19,27 @@ def test_a_run_cut_after_any_round_ends_in_the_same_bits(rounds, eight_rounds, w
     code, out, _ = call("resume", tmp_path / "run")
     assert code == 0
     shown = [line.split()[1] for line in out.splitlines() if line.startswith("round ")]
-    assert shown == [f"{t}/8" for t in (2, 4, 6, 8) if t > rounds // 2 * 2]  # what is done is not done again
+    assert shown == [
+        f"{t}/8" for t in (2, 4, 6, 8) if t > rounds // 2 * 2
+    ]  # finished rounds are not repeated
     assert_same_result(tmp_path / "run", whole)
 
 
-def test_a_run_cut_before_its_settings_were_resolved_goes_on(eight_rounds, whole, tmp_path):
+def test_a_run_cut_before_its_settings_were_resolved_resumes(eight_rounds, whole, tmp_path):
     folder = claim(request(None, eight_rounds), tmp_path / "run")
     assert [path.name for path in folder.path.iterdir()] == ["request.json"]
     assert call("resume", folder.path)[0] == 0
     assert_same_result(folder.path, whole)
 
 
-def test_python_takes_up_a_run_by_its_folder_alone(eight_rounds, whole, tmp_path):
+def test_python_resumes_a_run_by_its_folder(eight_rounds, whole, tmp_path):
     cut(eight_rounds, tmp_path / "run", 3)
     result = fedhassle.run(out=tmp_path / "run", quiet=True)
     assert result.folder == tmp_path / "run"
     assert_same_result(tmp_path / "run", whole)
 
 
-def test_python_takes_up_a_run_that_was_cut_before_its_settings_were_resolved(eight_rounds, whole, tmp_path):
+def test_python_resumes_a_run_that_was_cut_before_its_settings_were_resolved(eight_rounds, whole, tmp_path):
     folder = claim(request(None, eight_rounds), tmp_path / "run").path
     fedhassle.run(out=folder, quiet=True)
     assert_same_result(folder, whole)
@@ -48,10 +50,10 @@ def test_python_takes_up_a_run_that_was_cut_before_its_settings_were_resolved(ei
     [True, False],
     ids=["resolved", "as asked"],
 )
-def test_a_run_goes_on_from_another_working_folder(
+def test_a_run_resumes_from_another_working_folder(
     resolved, eight_rounds, whole, images, tmp_path, monkeypatch
 ):
-    """Its images were given by a path relative to the first one."""
+    """The path of its images was relative to the first one."""
     folder, relative = tmp_path / "run", [f"data={images.name}", *eight_rounds[1:]]
     monkeypatch.chdir(images.parent)
     if resolved:
@@ -64,7 +66,7 @@ def test_a_run_goes_on_from_another_working_folder(
     assert_same_result(folder, whole)
 
 
-def test_a_run_keeps_its_split_though_the_file_it_came_from_is_gone(eight_rounds, tmp_path):
+def test_a_run_keeps_its_split_when_the_split_file_is_removed(eight_rounds, tmp_path):
     save, folder = tmp_path / "given.npz", tmp_path / "run"
     call("split", *eight_rounds, "--save", save, "--picture", tmp_path / "x.png")
     given = [word for word in eight_rounds if not word.startswith("split.")]
@@ -86,7 +88,7 @@ def test_a_finished_run_says_so_and_changes_nothing(whole):
     assert files_in(whole) == before
 
 
-def test_python_returns_what_a_finished_run_found_and_changes_nothing(whole):
+def test_python_returns_the_result_of_a_finished_run_and_changes_nothing(whole):
     before = files_in(whole)
     result = fedhassle.run(out=whole, quiet=True)
     assert result.summary == json.loads((whole / "summary.json").read_text())
@@ -106,15 +108,15 @@ def test_a_run_cut_between_its_last_round_and_its_summary_is_finished(eight_roun
     assert small.same(*tensors)
 
 
-def test_a_run_of_own_code_that_has_changed_is_not_taken_up(without_residuals, module, tmp_path):
-    """Rounds of two methods in one run would be nobody's result; who removes the note has been told."""
+def test_a_run_whose_own_code_has_changed_is_not_resumed(without_residuals, module, tmp_path):
+    """Its rounds would mix two methods; removing own_code.txt overrides this."""
     name, folder = module("own_changed", small.KEEPS.replace("NAME", "kept")), tmp_path / "run"
     mine = [*without_residuals, f"method={name}:Keeps"]
     cut(mine, folder, 3)
     module(name, small.KEEPS.replace("NAME", "kept") + "# another method\n")
     code, _, err = call("resume", folder)
-    assert code == 2 and "own_changed has changed since" in err and "put the code back" in err
-    with pytest.raises(fedhassle.UserError, match=r"remove .*own_code\.txt to go on all the same"):
+    assert code == 2 and "own_changed has changed since" in err
+    with pytest.raises(fedhassle.UserError, match=r"remove .*own_code\.txt"):
         fedhassle.run(out=folder, quiet=True)
     module(name, small.KEEPS.replace("NAME", "kept"))
     assert call("resume", folder)[0] == 0
@@ -126,23 +128,23 @@ def test_a_run_of_own_code_that_has_changed_is_not_taken_up(without_residuals, m
     assert call("resume", tmp_path / "second")[0] == 0
 
 
-def test_a_run_of_ours_says_nothing_of_own_code(whole):
+def test_a_run_of_a_built_in_method_has_no_own_code(whole):
     assert not (whole / "own_code.txt").exists()
     assert small.summary_of(whole)["versions"].keys() == versions().keys()
 
 
-# Clients that keep something
+# Clients with state of their own
 
 
 @pytest.mark.parametrize("name", ["kept", "kept/model"])
-def test_what_clients_keep_is_kept_over_a_cut(name, without_residuals, module, tmp_path):
+def test_the_state_of_clients_survives_a_cut(name, without_residuals, module, tmp_path):
     own = module("own_" + name.replace("/", "_"), small.KEEPS.replace("NAME", name))
     mine = [*without_residuals, "rounds=8", f"method={own}:Keeps"]
     folder, whole = tmp_path / "run", tmp_path / "whole"
     assert call("run", *mine, "--out", whole)[0] == 0
     assert call("run", *mine, "method=fedavg", "--out", tmp_path / "other")[0] == 0
     with_memory, without = (but_seconds(metrics_of(f)) for f in (whole, tmp_path / "other"))
-    assert with_memory != without  # what they keep does matter
+    assert with_memory != without  # the state matters
     cut(mine, folder, 5)
     kept = small.kept_by(folder)
     assert {client for client, _ in kept} <= {"client 1", "client 2", "client 3"} and len(kept) > 1

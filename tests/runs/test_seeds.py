@@ -1,17 +1,17 @@
-"""Runs taken together: who belongs to whom, what sets groups apart, mean and spread."""
+"""Groups of runs over seeds: membership, labels, mean and standard deviation."""
 
 import math
 
 import pytest
 
 from fedhassle.errors import UserError
+from fedhassle.runs.live import gaps
 from fedhassle.runs.seeds import Spread, differences, grouped, spread
 from fedhassle.settings.request import flat
-from fedhassle.runs.live import gaps
 
 
 def summary(method="hassle", seed=0, digest="a", data="mine.npz", curve=(0.5,), **settings):
-    """What `grouped` reads of a run's summary; the curve is of the rounds 2, 4, 6 and so on."""
+    """A run's summary as far as `grouped` reads it; the curve has the rounds 2, 4, 6 and so on."""
     history = [{"round": 2 * i, "accuracy": {"EM": share}} for i, share in enumerate(curve, start=1)]
     return {
         "method": method,
@@ -38,8 +38,8 @@ def test_one_value_has_no_spread():
     assert str(spread([0.25, math.nan])) == str(spread([math.inf, -math.inf])) == "nan"
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_group():
-    """In the order in which the groups are first met, whatever lies between their runs."""
+def test_runs_that_differ_only_in_their_seed_are_one_group():
+    """Groups keep the order of their first runs."""
     runs = [
         summary(seed=0),
         summary("fedavg", digest="b"),
@@ -52,17 +52,17 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group():
     assert found == [[0, 2, 4], [1], [3], [5]]
 
 
-def test_a_run_that_is_there_twice_counts_once():
+def test_a_repeated_run_counts_once():
     """`compare runs runs/first`: the same settings and seed."""
     runs = [summary(seed=0), summary(seed=1), summary(seed=0), summary("fedavg", digest="b")]
     assert [len(group.runs) for group in grouped(runs)] == [2, 1]
 
 
-def test_nothing_is_no_group():
+def test_no_runs_make_no_groups():
     assert grouped([]) == []
 
 
-def test_a_group_is_labelled_by_what_sets_it_apart():
+def test_a_group_is_labelled_by_its_differences():
     runs = [
         summary(digest="a", rounds=5, split={"alpha": 0.1, "labels": "10%"}),
         summary(digest="b", rounds=5, split={"alpha": 0.5, "labels": "10%"}),
@@ -77,7 +77,7 @@ def test_a_group_is_labelled_by_what_sets_it_apart():
 
 
 def test_other_methods_have_other_defaults():
-    """FedMatch's rate of 0.05 is its own and tells nothing; 0.2 does, and so does what one method varies."""
+    """FedMatch's default rate of 0.05 is not in the label; 0.2 is, and so is what one method varies."""
     hassle, fedmatch = (
         {"method.name": name, "method.lr": lr} for name, lr in (("hassle", 0.1), ("fedmatch", 0.05))
     )
@@ -90,7 +90,7 @@ def test_other_methods_have_other_defaults():
     assert differences(unknown, [hassle, unknown]) == ["lr=0.05"]
 
 
-def test_differences_leave_out_the_machine_and_what_others_do_not_have():
+def test_differences_leave_out_the_machine_and_settings_that_others_lack():
     mine = {
         "seed": 1,
         "device": "cpu",
@@ -117,13 +117,13 @@ def test_differences_leave_out_the_machine_and_what_others_do_not_have():
     assert differences(mine, [mine]) == []
 
 
-def test_how_a_machine_computes_sets_no_runs_apart():
+def test_settings_of_the_machine_are_not_in_labels():
     runs = [summary(digest="a", precision="bf16", rounds=5), summary(digest="b", precision="fp32", rounds=6)]
     assert [group.label for group in grouped(runs)] == ["hassle rounds=5", "hassle rounds=6"]
 
 
-def test_no_two_groups_have_one_name():
-    """Runs whose settings look alike, but were not when they were made: a default has changed."""
+def test_every_group_has_its_own_name():
+    """Equal settings with different hashes: a default has changed between the runs."""
     runs = [
         summary(digest="0123456789abcdef"),
         summary(digest="fedcba9876543210"),
@@ -132,7 +132,7 @@ def test_no_two_groups_have_one_name():
     assert [group.label for group in grouped(runs)] == ["hassle 01234567", "hassle fedcba98", "fedavg"]
 
 
-def test_a_label_has_the_end_of_a_path():
+def test_a_label_has_the_last_part_of_a_path():
     mine, other = {"data.name": "/home/me/one.npz"}, {"data.name": "/home/me/two.npz"}
     assert differences(mine, [mine, other]) == ["data=one.npz"]
 
@@ -147,7 +147,7 @@ def test_a_layout_of_labels_is_one_setting():
 
 
 def test_groups_are_compared_seed_by_seed():
-    """On the seeds 1 and 2, which both have: 0.1 above, and 0.3 below."""
+    """Both have the seeds 1 and 2: 0.1 above, and 0.3 below."""
     one = [summary(seed=seed, curve=(share,)) for seed, share in ((0, 0.9), (1, 0.5), (2, 0.4))]
     two = [summary("fedavg", seed, "b", curve=(share,)) for seed, share in ((2, 0.7), (1, 0.4), (3, 0.1))]
     mine, theirs = grouped([*one, *two])
@@ -159,17 +159,17 @@ def test_groups_are_compared_seed_by_seed():
 
 
 def test_the_lines_beneath_a_comparison():
-    """Against the first, or a label; of other data or without a common seed there is none."""
+    """Against the first, or a label; none for other data or without a common seed."""
     groups = grouped([summary(seed=0), summary("fedavg", 0, "b"), summary("fedprox", 1, "c")])
     assert gaps(groups) == ["over hassle EM, seed by seed:", "  fedavg EM: +0.00, 0 of 1 above"]
     assert gaps(groups, "fedavg") == ["over fedavg EM, seed by seed:", "  hassle EM: +0.00, 0 of 1 above"]
     assert gaps(groups[:1]) == gaps(grouped([summary(), summary(data="other.npz")])) == []
-    with pytest.raises(UserError, match=r"--against 'fedavk' is none .*did you mean 'fedavg'"):
+    with pytest.raises(UserError, match=r"'fedavk'.*did you mean 'fedavg'"):
         gaps(groups, "fedavk")
 
 
 def test_scores_and_curves_are_over_the_seeds():
-    """Rounds that one seed lacks are left out of the curve."""
+    """The curve leaves out rounds that one seed lacks."""
     (group,) = grouped([summary(seed=0, curve=(0.2, 0.4, 0.9)), summary(seed=1, curve=(0.4, 0.8))])
     assert (group.headline, group.predictions) == ("EM", ["EM"])
     assert group.score("EM") == (pytest.approx(0.55), pytest.approx(0.05 * math.sqrt(2)))  # of 0.5 and 0.6

@@ -12,14 +12,13 @@ import torch
 from small import call
 
 import fedhassle
-from fedhassle.runs import launch
-from fedhassle.runs import several
-from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.engine.device import Engine
-from fedhassle.errors import DivergedError, UserError
-from fedhassle.runs.launch import start_several
-from fedhassle.settings.request import combinations, request, variations
 from fedhassle.engine.simulator import Simulator
+from fedhassle.engine.tensor_files import read_arrays
+from fedhassle.errors import DivergedError, UserError
+from fedhassle.runs import several, train
+from fedhassle.runs.run import start_several
+from fedhassle.settings.request import combinations, request, variations
 
 QUICK = ["rounds=2", "method.epochs=1", "evaluate_every=1"]
 HASSLE = ["method=hassle", "method.residual_steps=2"]
@@ -64,7 +63,7 @@ def test_choices_from_python_are_combined_by_the_same_names():
 
 
 @pytest.mark.parametrize("word", ["seed", "=1,2", "seed=", "seed=0,,1"])
-def test_what_is_no_choice_is_refused(word):
+def test_an_invalid_choice_is_refused(word):
     with pytest.raises(UserError, match="KEY=V1,V2"):
         variations([word])
 
@@ -84,7 +83,7 @@ def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("way", [several.in_threads, several.in_turn])
-def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
+def test_an_error_in_one_run_does_not_stop_the_others(tmp_path, way):
     choices = [("bad", ["method.lr=1e30", "method.clip=0"]), ("good", [])]
     runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
     found = ends(way(runs))
@@ -94,7 +93,7 @@ def test_what_goes_wrong_in_one_run_does_not_stop_the_others(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", [several.in_threads, several.in_turn])
-def test_an_error_does_not_keep_alive_what_its_run_held(tmp_path, way, monkeypatch):
+def test_an_error_does_not_keep_the_simulator_alive(tmp_path, way, monkeypatch):
     held = weakref.WeakSet()
 
     class Watched(Simulator):
@@ -102,7 +101,7 @@ def test_an_error_does_not_keep_alive_what_its_run_held(tmp_path, way, monkeypat
             super().__init__(*given)
             held.add(self)
 
-    monkeypatch.setattr("fedhassle.runs.launch.Simulator", Watched)
+    monkeypatch.setattr("fedhassle.runs.train.Simulator", Watched)
     choices = [(name, ["method.lr=1e30", "method.clip=0"]) for name in ("one", "two")]
     errors = ends(way(launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])))
     gc.collect()
@@ -110,40 +109,40 @@ def test_an_error_does_not_keep_alive_what_its_run_held(tmp_path, way, monkeypat
 
 
 def test_each_run_logs_to_its_own_file(tmp_path):
-    """A warning said in one run's thread is in that run's log alone."""
+    """A warning in one run's thread is only in that run's log."""
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=3"])
     log = logging.getLogger("fedhassle")
-    carry_out = several.carry_out
+    train_run = several.train_run
 
     def saying(run, sharing):
-        for step in carry_out(run, sharing):
+        for step in train_run(run, sharing):
             log.warning("this is %s", run.folder.path.name)
             yield step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(several, "carry_out", saying)
+        patch.setattr(several, "train_run", saying)
         assert set(ends(several.in_threads(runs)).values()) == {None}
     for name, other in (("a", "b"), ("b", "a")):
         text = (tmp_path / name / "log.txt").read_text("utf-8")
         assert f"this is {name}" in text and f"this is {other}" not in text
 
 
-def test_what_is_said_in_a_runs_thread_has_its_name(tmp_path):
-    """Side by side, too, where all records come to one console."""
+def test_log_records_of_a_runs_thread_have_its_name(tmp_path):
+    """Also side by side, when all records go to one console."""
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg"])
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append((record.run, record.threadName))
     log = logging.getLogger("fedhassle")
     log.addHandler(handler)
     try:
-        with launch.heard():
+        with train.info_level():
             assert set(ends(several.in_threads(runs)).values()) == {None}
     finally:
         log.removeHandler(handler)
     assert {("a", "run 0"), ("b", "run 1")} == set(said) and not log.filters
 
 
-def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
+def test_runs_stop_when_the_caller_leaves_and_can_be_resumed(tmp_path):
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
     watching = several.in_threads(runs)
     next(event for event in watching if event.step is not None)
@@ -151,12 +150,12 @@ def test_an_onlooker_who_leaves_ends_the_runs_and_they_can_go_on(tmp_path):
     done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
     assert all(n < 50 for n in done) and max(done) >= 1
     (tmp_path / "notes").mkdir()
-    code, *_ = call("resume", tmp_path)  # the folder of all of them, and of others
+    code, *_ = call("resume", tmp_path)  # the folder of all runs, and of another folder
     assert code == 0 and all((tmp_path / n / "summary.json").exists() for n in ("a", "b"))
 
 
-def test_so_many_at_once_and_the_next_when_one_ends(tmp_path):
-    """Four runs, two at a time: one is made ready only when there is room for it."""
+def test_the_next_run_starts_when_one_ends(tmp_path):
+    """Four runs, two at a time: each is prepared only when it can start."""
     choices = [(str(seed), [f"seed={seed}", f"rounds={2 + seed % 2}"]) for seed in range(4)]
     runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
     going, most, taken = set(), 0, []
@@ -181,8 +180,8 @@ def test_so_many_at_once_and_the_next_when_one_ends(tmp_path):
     assert all((tmp_path / name / "summary.json").exists() for name, _ in choices)
 
 
-def test_runs_that_want_other_switches_wait_for_those_before(tmp_path, monkeypatch):
-    """Two kinds of engine as if on a GPU; places count on over the groups."""
+def test_runs_with_another_engine_wait_for_the_earlier_ones(tmp_path, monkeypatch):
+    """Two kinds of engine as if on a GPU; the index counts on over the groups."""
     runs = launched(tmp_path, *((str(i), [f"seed={i}"]) for i in range(3)), base=[*QUICK, "method=fedavg"])
     other, groups = several.build_engine(runs[0].settings), []
 
@@ -195,7 +194,7 @@ def test_runs_that_want_other_switches_wait_for_those_before(tmp_path, monkeypat
 
     monkeypatch.setattr(several, "build_engine", engine)
     monkeypatch.setattr(several, "in_threads", in_threads)
-    events = list(several.carry_out_together(iter(runs), 5))
+    events = list(several.train_several(iter(runs), 5))
     assert groups == [(runs[:2], 5), (runs[2:], 5)]
     assert ends(events) == {0: None, 1: None, 2: None}
     assert [event.run for event in events if event.begun is not None] == [0, 1, 2]
@@ -234,7 +233,7 @@ def test_one_command_trains_every_combination(tmp_path):
     assert "± " in out and "fedprox" in out  # the table, seeds together
 
 
-def test_a_mistake_in_one_choice_leaves_nothing_behind(tmp_path):
+def test_a_mistake_in_one_choice_leaves_no_folder(tmp_path):
     code, _, err = call("run", "quick", "--vary", "method=fedavg,fedavgg", "--out", tmp_path / "all")
     assert code == 2 and "fedavgg" in err and "fedavg" in err
     assert not (tmp_path / "all").exists()
@@ -242,7 +241,7 @@ def test_a_mistake_in_one_choice_leaves_nothing_behind(tmp_path):
     assert code == 2 and "twice" in err and not (tmp_path / "all").exists()
 
 
-def test_every_run_gets_a_folder_that_can_be_made(tmp_path):
+def test_every_run_gets_a_valid_folder_name(tmp_path):
     names = ["/a/b.npz", "[0.5]", "x" * 300, "a/b", "a b", "...", "seed"]
     runs = launched(tmp_path, *((name, [f"seed={i}"]) for i, name in enumerate(names)))
     found = [run.folder.path.name for run in runs]
@@ -257,18 +256,18 @@ def test_the_images_of_runs_are_loaded_once(tmp_path):
 
 
 def test_no_run_at_all_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no run to make"):
+    with pytest.raises(UserError, match="no run to start"):
         fedhassle.run_several("quick", vary={"seed": []}, out=tmp_path / "none")
 
 
-def test_the_error_of_a_run_is_told_after_the_others_are_done(tmp_path):
+def test_the_error_of_a_run_is_raised_after_the_others_are_done(tmp_path):
     words = ("quick", "rounds=2", "method=fedavg", "method.clip=0", "method.epochs=1")
     code, out, err = call("run", *words, "--vary", "method.lr=1e30,0.1", "--out", tmp_path / "all")
     assert code == 1 and "NaN" in err and "1e30 failed" in out
     assert (tmp_path / "all" / "0.1" / "summary.json").exists()
 
 
-def test_the_same_from_python(tmp_path):
+def test_python_trains_every_combination(tmp_path):
     settings = {"rounds": 1, "method": "fedavg", "method.epochs": 1}
     results = fedhassle.run_several(
         "quick", settings, vary={"seed": [0, 1]}, out=tmp_path / "two", quiet=True
@@ -286,7 +285,7 @@ def test_runs_that_share_a_gpu_share_its_lanes(tmp_path, monkeypatch, asked, sha
         given.append(engine.lanes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedhassle.runs.launch.Simulator", watched)
+    monkeypatch.setattr("fedhassle.runs.train.Simulator", watched)
     with pytest.raises(KeyboardInterrupt):
-        next(launch.carry_out(run, sharing))
+        next(train.train_run(run, sharing))
     assert given == [lanes]

@@ -1,4 +1,4 @@
-"""Whatever is asked for ends in settings that build, or in the user's error."""
+"""Any request ends in settings that build, or in a UserError."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from small import built
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
-from fedhassle.settings.request import Requested, from_json, request, to_json
+from fedhassle.settings.request import Request, from_json, request, to_json
 from fedhassle.settings.schema import resolve
 
 SCALARS = st.one_of(
@@ -51,7 +51,7 @@ KEYS = [
 
 
 def build_or_refuse(pairs):
-    """Builds all but the training, and allows for no other exception than the user's error."""
+    """Builds everything a run needs; the only exception allowed is a UserError."""
     try:
         settings = resolve(from_json(to_json(request("quick", pairs))))
         if settings.data.name in CATALOGUE:
@@ -61,7 +61,7 @@ def build_or_refuse(pairs):
         assert str(error)
         return
     json.dumps(settings.model_dump(), allow_nan=False)  # as a summary holds them
-    assert resolve(Requested((tomllib.loads(tomli_w.dumps(settings.as_toml())),))) == settings
+    assert resolve(Request((tomllib.loads(tomli_w.dumps(settings.as_toml())),))) == settings
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3), st.none() | LABELS)

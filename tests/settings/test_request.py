@@ -1,4 +1,4 @@
-"""What a user asks for: presets, files and KEY=VALUE words, before any setting is known."""
+"""Requests: presets, files and KEY=VALUE words, before any setting is checked."""
 
 import datetime
 import tomllib
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fedhassle
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.errors import UserError
-from fedhassle.settings.request import anchored, from_json, overlaid, presets, read, request, to_json
+from fedhassle.settings.request import absolute_paths, from_json, overlaid, presets, read, request, to_json
 
 
 def merged(requested):
@@ -23,7 +23,7 @@ def merged(requested):
 
 
 def asked(*words):
-    """What the words alone ask for."""
+    """The settings in the words alone."""
     return request("paper", words).layers[-1]
 
 
@@ -131,25 +131,25 @@ def test_a_path_is_made_absolute(table, key, path, expected, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     layer = {table: {key: path, "other": path}, "net": path}
-    found = anchored(layer)
+    found = absolute_paths(layer)
     assert found == {table: {key: str(tmp_path / expected), "other": path}, "net": path}
     assert layer == {table: {key: path, "other": path}, "net": path}  # the layer itself is left alone
     monkeypatch.chdir(tmp_path)
-    assert anchored(found) == found
+    assert absolute_paths(found) == found
 
 
 @pytest.mark.parametrize("name", [*CATALOGUE, "nothing", "npz", "mine.npz.old", ""])
 def test_a_name_of_the_catalogue_is_no_path(name, tmp_path, monkeypatch):
-    """Though a folder of that name may lie here."""
+    """Even if a folder of that name is here."""
     monkeypatch.chdir(tmp_path)
     Path("fmnist").mkdir()
-    assert anchored({"data": {"name": name}}) == {"data": {"name": name}}
+    assert absolute_paths({"data": {"name": name}}) == {"data": {"name": name}}
     assert asked(f"data={name}") == {"data": {"name": name}}
 
 
 @pytest.mark.parametrize("layer", [{}, {"data": 3}, {"split": "10%"}, {"data": {"name": 3, "folder": None}}])
-def test_what_is_no_text_is_no_path(layer):
-    assert anchored(layer) == layer
+def test_a_value_that_is_not_a_string_is_not_a_path(layer):
+    assert absolute_paths(layer) == layer
 
 
 def test_the_default_is_quick():
@@ -165,7 +165,7 @@ def test_the_presets_are_the_files_in_the_package():
         assert set(read(name)) == set(tomllib.loads((folder / f"{name}.toml").read_text("utf-8")))
 
 
-def test_paper_asks_for_nothing_and_quick_for_fewer_rounds_epochs_and_steps():
+def test_paper_is_empty_and_quick_has_fewer_rounds_epochs_and_steps():
     assert read("paper") == {}
     quick = read("quick")
     assert set(quick) == {"rounds", "method"} and set(quick["method"]) == {"epochs", "residual_steps"}
@@ -174,7 +174,7 @@ def test_paper_asks_for_nothing_and_quick_for_fewer_rounds_epochs_and_steps():
     )
 
 
-def test_a_preset_wins_over_nothing_else_of_its_name(tmp_path, monkeypatch):
+def test_a_preset_and_a_file_of_its_name_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("quick").write_text("seed = 99\n")
     Path("quick.toml").write_text("seed = 98\n")
@@ -193,10 +193,10 @@ def test_a_preset_wins_over_nothing_else_of_its_name(tmp_path, monkeypatch):
         ("latin.toml", "latin.toml cannot be read"),
         ("broken.toml", r"broken.toml is not valid TOML: .*line 2"),
         ("twice.toml", "twice.toml is not valid TOML: [^:]*$"),
-        ("beside.toml", r"Cannot .*: write method\.name = … where other method settings stand beside it$"),
-        ("after.toml", r"write method\.name = … where"),
-        ("table.toml", r"write method\.name = … where"),
-        ("data.toml", r"write data\.name = … where other data settings"),
+        ("beside.toml", r"Cannot .*: write method\.name = … when"),
+        ("after.toml", r"write method\.name = … when"),
+        ("table.toml", r"write method\.name = … when"),
+        ("data.toml", r"write data\.name = … when"),
     ],
 )
 def test_a_bad_configuration_is_an_error_that_names_it(config, message, tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_a_bad_configuration_is_an_error_that_names_it(config, message, tmp_path
         request(config, [])
 
 
-def test_json_gives_back_what_was_asked():
+def test_json_gives_the_same_request_back():
     requested = request("quick", ["seed=3", "split.labels={partial=6,share=0.1}", 'net="é α 😀"', "x=nan"])
     found = from_json(to_json(requested))
     assert found.layers[0] == requested.layers[0]
@@ -252,13 +252,13 @@ def test_a_monstrous_file_is_at_most_a_user_error(word, tmp_path):
 
 
 def test_a_line_break_in_a_value_does_not_hide_a_second_setting():
-    """Nothing that the user wrote is dropped without a word."""
+    """No word of the user is dropped silently."""
     with pytest.raises(UserError, match=r"seed = 2.* has a line break"):
         asked("rounds=1\nseed = 2")
 
 
 def requested_or_refused(config, changes):
-    """Asks, and allows for no other exception than the user's error."""
+    """Makes a request; the only exception allowed is a UserError."""
     try:
         requested = request(config, changes)
         from_json(to_json(requested))

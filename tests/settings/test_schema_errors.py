@@ -1,4 +1,4 @@
-"""Settings that are refused, and how the message names them."""
+"""Invalid settings, and the error messages about them."""
 
 import math
 
@@ -7,7 +7,7 @@ import small
 from small import built, resolved
 
 from fedhassle.errors import UserError
-from fedhassle.settings.request import Requested, request
+from fedhassle.settings.request import Request, request
 from fedhassle.settings.schema import require_finite, resolve
 
 
@@ -27,7 +27,7 @@ from fedhassle.settings.schema import require_finite, resolve
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(word, key, nearest):
-    """One of a method also with the method."""
+    """The message about a setting of a method also names the method."""
     with pytest.raises(UserError) as caught:
         resolved(word)
     of = " of hassle" if key.startswith("method.") else ""
@@ -40,20 +40,21 @@ def test_a_key_that_another_method_has_says_which_one_lacks_it():
 
 
 @pytest.mark.parametrize("key", ["method.foo", "split.foo", "data.foo"])
-def test_what_stands_before_a_key_makes_it_near_to_none(key):
+def test_the_table_of_a_key_does_not_count_for_the_nearest_key(key):
     with pytest.raises(UserError, match=rf"unknown setting '{key}'( of hassle)? \(known are "):
         resolved(f"{key}=1")
 
 
-def test_an_unknown_key_that_is_near_to_none_lists_all():
+def test_an_unknown_key_unlike_any_other_lists_the_known_ones():
     with pytest.raises(UserError, match=r"unknown setting 'zzz' \(known are data, net, seed, rounds,"):
         resolved("zzz=1")
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_one_error_lists_every_mistake():
     with pytest.raises(UserError) as caught:
-        resolved("rounds=0", "sede=1", "split.alpha=x")
+        resolved("rounds=0", "sede=1", "split.alpha=x", "method.lr=fast")
     assert [line.partition(":")[0] for line in sorted(str(caught.value).splitlines())] == [
+        "method.lr",
         "rounds",
         "split.alpha",
         "unknown setting 'sede', did you mean 'seed'?",
@@ -102,9 +103,7 @@ def test_a_value_that_cannot_work_is_an_error_that_names_its_key(word, images):
     value = request("paper", [word]).layers[-1]
     key = next(iter(changes))
     with pytest.raises(UserError) as caught:
-        built(
-            resolve(Requested((request("paper", {**small.SETTINGS, "data": str(images)}).layers[1], value)))
-        )
+        built(resolve(Request((request("paper", {**small.SETTINGS, "data": str(images)}).layers[1], value))))
     assert key.rpartition(".")[2] in str(caught.value) or changes[key] in str(caught.value)
 
 
@@ -117,14 +116,14 @@ def test_a_value_that_cannot_work_is_an_error_that_names_its_key(word, images):
     ],
     ids=["beside", "above", "below and above"],
 )
-def test_nothing_is_said_of_splits_beside_a_split_in_a_file(layers):
+def test_a_split_file_excludes_other_settings_of_splits(layers):
     with pytest.raises(UserError) as caught:
-        resolve(Requested(layers))
-    assert str(caught.value) == "split.file=/s.npz says who holds what, whole: leave out split.alpha"
+        resolve(Request(layers))
+    assert str(caught.value).endswith("leave out split.alpha") and "split.file=/s.npz" in str(caught.value)
 
 
 def test_an_infinite_clip_is_refused(images):
-    """It is no number that a summary could hold; 0 switches clipping off."""
+    """A summary cannot hold it; 0 switches clipping off."""
     with pytest.raises(UserError, match="clip"):
         built(resolve(request("paper", {**small.SETTINGS, "data": str(images), "method.clip": math.inf})))
 
@@ -137,11 +136,12 @@ def test_an_infinite_clip_is_refused(images):
         ({"a": {"b": [1.0, {"c": math.nan}]}}, "a.b.1.c must be finite, got nan"),
     ],
 )
-def test_what_is_not_finite_is_refused_wherever_it_lies(settings, message):
+def test_inf_and_nan_are_refused_at_any_depth(settings, message):
     with pytest.raises(UserError) as caught:
         require_finite(settings)
     assert str(caught.value) == message
 
 
-def test_all_that_is_finite_passes():
-    require_finite({"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []})
+def test_finite_values_pass():
+    settings = {"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []}
+    assert require_finite(settings) is None

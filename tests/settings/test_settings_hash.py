@@ -1,4 +1,4 @@
-"""The hash of settings: equal for runs that differ in seed and machine alone."""
+"""The hash of settings: equal for runs that differ only in seed and machine."""
 
 import dataclasses
 import shutil
@@ -12,7 +12,7 @@ from small import resolved
 from fedhassle.data import npz
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
-from fedhassle.settings.build import build_dataset, hash_before, settings_hash
+from fedhassle.settings.build import build_dataset, expected_hash, settings_hash
 from fedhassle.settings.request import MACHINE
 
 
@@ -29,7 +29,7 @@ def test_the_hash_is_of_settings_and_not_of_machines_or_seeds(tmp_path):
 
 
 def test_the_hash_is_the_same_on_every_machine(monkeypatch):
-    """However many lanes, in any precision, compiled or not: what is trained is the same."""
+    """Lanes, precision and compilation do not change what is trained."""
     dataset = small.dataset()
     base = hash_of(dataset, "device=cpu")
     on_cpu = [
@@ -45,7 +45,7 @@ def test_the_hash_is_the_same_on_every_machine(monkeypatch):
     on_gpu = [("precision=bf16",), ("precision=tf32", "lanes=1"), ("compile=true",), ("deterministic=true",)]
     assert {hash_of(dataset, "device=cuda", *words) for words in on_gpu} == {base}
     named = {word.partition("=")[0] for words in on_cpu + on_gpu for word in words}
-    assert named | {"device", "threads"} == set(MACHINE)  # a new setting belongs into these lists
+    assert named | {"device", "threads"} == set(MACHINE)  # a new setting belongs in these lists
 
 
 def test_the_hash_changes_with_every_other_setting():
@@ -62,13 +62,13 @@ def test_the_hash_changes_with_every_other_setting():
         *("method.confidence=0.3", "method.shared_start=true", "method.residual_rounds=3", "method.warmup=3"),
     ]
     fields = {f"method.{f.name}" for f in dataclasses.fields(METHODS["hassle"])} - {"method.net"}
-    assert fields <= {word.partition("=")[0] for word in words}  # a new setting belongs into this list
+    assert fields <= {word.partition("=")[0] for word in words}  # a new setting belongs in this list
     hashes = [hash_of(dataset), *(hash_of(dataset, word) for word in words)]
     assert len(set(hashes)) == len(hashes)
 
 
-def test_an_option_that_is_none_does_not_count(module):
-    """So that a method may get a new one and keep its finished runs."""
+def test_an_option_that_is_none_does_not_change_the_hash(module):
+    """So that finished runs stay valid when a method gets a new option."""
     text = """
 from dataclasses import dataclass
 from fedhassle.methods.fedavg import FedAvg
@@ -89,7 +89,7 @@ class Mine(FedAvg):
 
 
 def changed(hint, default):
-    """A word for another value of a field."""
+    """Another value for a field."""
     kinds = typing.get_args(hint)
     if hint is bool:
         return str(not default).lower()
@@ -107,12 +107,12 @@ def test_the_hash_changes_with_every_setting_of_every_method(name):
     assert len(set(hashes)) == len(fields) + 1
 
 
-def test_the_hash_knows_methods_apart():
+def test_every_method_has_its_own_hash():
     dataset = small.dataset()
     assert len({hash_of(dataset, f"method={name}") for name in METHODS}) == len(METHODS)
 
 
-def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
+def test_a_users_images_count_by_their_content(images, tmp_path):
     copy, other = tmp_path / "copy.npz", tmp_path / "small.npz"
     copy.write_bytes(images.read_bytes())
     small.save_images(other, small.dataset(train=240, seed=1))
@@ -123,33 +123,33 @@ def test_the_hash_knows_ones_own_images_by_their_content(images, tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_ones_own_images_are_read_once_for_all_runs_until_the_file_changes(images, tmp_path, monkeypatch):
-    """And settings of data that do not fit them are an error for each run."""
+def test_a_users_images_are_read_once_until_the_file_changes(images, tmp_path, monkeypatch):
+    """Settings that do not fit the images are an error for each run."""
     read, paths = npz.read, []
     monkeypatch.setattr(npz, "read", lambda path: paths.append(path) or read(path))
     own = tmp_path / "own.npz"
     shutil.copy(images, own)
     words = [(), ("seed=1",), ("method=fedavg", "rounds=3"), ("seed=2",)]
-    first, again, other, _ = [hash_before(resolved(f"data={own}", *more)) for more in words]
+    first, again, other, _ = [expected_hash(resolved(f"data={own}", *more)) for more in words]
     assert paths == [own] and first == again != other
     for _ in range(2):
         with pytest.raises(UserError, match=r"data\.mean"):
-            hash_before(resolved(f"data={own}", "data.mean=[0.1, 0.2]"))
+            expected_hash(resolved(f"data={own}", "data.mean=[0.1, 0.2]"))
     small.save_images(own, small.dataset(train=60))
-    assert hash_before(resolved(f"data={own}")) != first
+    assert expected_hash(resolved(f"data={own}")) != first
 
 
-def test_what_a_seed_holds_out_does_not_change_the_hash(images):
+def test_the_held_out_images_do_not_change_the_hash(images):
     words = [f"data={images}", "data.holdout=0.2"]
     both = [resolved(*words, f"seed={seed}") for seed in (0, 1)]
     one, other = (build_dataset(settings) for settings in both)
     assert one.x_test.tobytes() != other.x_test.tobytes()
-    hashes = [hash_before(settings) for settings in both]
+    hashes = [expected_hash(settings) for settings in both]
     hashes += [settings_hash(both[0], one, small.SPLIT), settings_hash(both[1], other, small.SPLIT)]
     assert len(set(hashes)) == 1
 
 
-def test_the_hash_knows_a_split_in_a_file_by_its_content():
+def test_a_split_in_a_file_counts_by_its_content():
     dataset, here, there = small.dataset(), resolved("split.file=here"), resolved("split.file=there")
     other = dataclasses.replace(small.SPLIT, labelled=small.SPLIT.labelled[::-1])
     assert settings_hash(here, dataset, small.SPLIT) == settings_hash(there, dataset, small.SPLIT)
@@ -157,29 +157,29 @@ def test_the_hash_knows_a_split_in_a_file_by_its_content():
 
 
 def test_the_hash_is_known_before_a_run_is_built(images, tmp_path, monkeypatch):
-    """Images of one's own, held out or not, and a split in a file count by content; others by name."""
+    """A user's images and a split in a file count by content, known data sets by name."""
     small.SPLIT.save(tmp_path / "split.npz")
     own = [f"data={images}", f"data={tmp_path / 'copy.npz'}"]
     (tmp_path / "copy.npz").write_bytes(images.read_bytes())
     for words in ([own[0]], [own[1]], [own[0], "data.holdout=0.2", "seed=3"], [f"data={images}", "rounds=3"]):
         settings = resolved(*words)
-        assert hash_before(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
+        assert expected_hash(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
     settings = resolved(own[0], f"split.file={tmp_path / 'split.npz'}")
-    assert hash_before(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
+    assert expected_hash(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
     monkeypatch.setattr("fedhassle.settings.build.build_dataset", None)  # nothing is loaded for a named set
     named = dataclasses.replace(small.dataset(), name="cifar10")
     settings = resolved("data=cifar10", "data.folder=nowhere")
-    assert hash_before(settings) == settings_hash(settings, named, small.SPLIT)
+    assert expected_hash(settings) == settings_hash(settings, named, small.SPLIT)
 
 
 @pytest.mark.parametrize("key", ["method", "net"])
-def test_code_of_ones_own_counts_by_its_source(key, module):
-    """A result of the method as it was is none of the method as it is."""
+def test_a_users_code_counts_by_its_source(key, module):
+    """A result of an earlier version of the code is not a result of the current one."""
     text = "from fedhassle.methods.fedavg import FedAvg as Mine" if key == "method" else "class Mine: pass"
     words = ("data=fmnist-mini", f"{key}={module(f'hashed_{key}', text)}:Mine")
-    first = hash_before(resolved(*words))
-    assert first == hash_before(resolved(*words, "seed=3"))
+    first = expected_hash(resolved(*words))
+    assert first == expected_hash(resolved(*words, "seed=3"))
     module(f"hashed_{key}", text + "\n# changed")
-    assert hash_before(resolved(*words)) != first
+    assert expected_hash(resolved(*words)) != first
     with pytest.raises(UserError, match="cannot be imported"):
-        hash_before(resolved("data=fmnist-mini", f"{key}=nowhere_at_all:Mine"))
+        expected_hash(resolved("data=fmnist-mini", f"{key}=nowhere_at_all:Mine"))

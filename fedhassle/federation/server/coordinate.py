@@ -32,9 +32,12 @@ from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.federation.terms import agreed_method, described, settings_in, settled
 from fedhassle.files import locked, write_text
-from fedhassle.runs.launch import Run, about_model, carry_on, logging_to
-from fedhassle.runs.record import STANDS_IN, Evaluation, Folder, Step
+from fedhassle.runs.about import about_model
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import TEST_FALLBACK, Evaluation, Step
+from fedhassle.runs.run import Run
 from fedhassle.runs.trackers import require_installed
+from fedhassle.runs.train import log_to_file, train_in_federation
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -57,7 +60,7 @@ def coordinate(
     folder = Folder(path)
     path.mkdir(parents=True, exist_ok=True)
     require(not folder.summary.exists(), f"{path} holds a finished run: choose another folder")
-    with locked(path), logging_to(folder.log, alone=True):
+    with locked(path), log_to_file(folder.log, alone=True):
         audit, parent = Audit(folder.audit), os.getppid()
         try:
             uid = identity(audit, agreement, str(test.resolve()) if isinstance(test, Path) else "")
@@ -70,7 +73,7 @@ def coordinate(
             judge = Judge(run, federation, images)
             require_judges(there, images)
             told = about(agreement, run)
-            for step in carry_on(run, federation, judge, told, partial(took_part, audit)):
+            for step in train_in_federation(run, federation, judge, told, partial(took_part, audit)):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
         except GeneratorExit:
@@ -190,7 +193,7 @@ class Judge:
         if self.test is None:
             return found
         tested = self._tested(state)
-        found = Evaluation(tested, {STANDS_IN: True}) if found is None else found
+        found = Evaluation(tested, {TEST_FALLBACK: True}) if found is None else found
         return Evaluation(found.accuracy, {**found.more, "test": tested})
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:

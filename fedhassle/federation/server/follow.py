@@ -11,7 +11,8 @@ from fedhassle.federation.flower.logs import Tail
 from fedhassle.federation.server.audit import Audit
 from fedhassle.files import json_lines
 from fedhassle.method import Client
-from fedhassle.runs.record import Folder, Metrics, Step
+from fedhassle.runs.folder import Folder
+from fedhassle.runs.record import Metrics, Step
 
 LOOK = 0.3  # seconds between two looks into the folder
 CHECK = 10.0  # seconds of silence after which is asked whether the run is still there

@@ -23,7 +23,7 @@ from fedhassle.reproduce.results import (
 )
 from fedhassle.runs.record import Metrics
 from fedhassle.runs.seeds import Curve, curve_of
-from fedhassle.settings.request import Requested
+from fedhassle.settings.request import Request
 
 DONE, PARTIAL, OTHER, MISSING = "done", "partial", "other rounds", "missing"
 
@@ -49,7 +49,7 @@ class Result:
     figures: tuple[Figure, ...]
     headline: Figure  # the accuracy that stands for its method
     seeds: tuple[int, ...]  # that are wanted
-    requested: Requested  # the settings of its first seed
+    requested: Request  # the settings of its first seed
     curves: Mapping[str, Curve]  # by metric
     early: Mapping[str, Mapping[int, float]]  # by metric, then by seed: the mean of the first evaluations
     runs: tuple[Made, ...]
@@ -202,7 +202,7 @@ def with_other_rounds(seeds: Sequence[Cell], ledger: Ledger) -> list[Cell] | Non
     found = []
     for rounds in ledger.rounds(seeds[0].identity):
         layers = [(*cell.requested.layers, {"rounds": rounds}) for cell in seeds]
-        cells = [replace(cell, requested=Requested(over)) for cell, over in zip(seeds, layers, strict=True)]
+        cells = [replace(cell, requested=Request(over)) for cell, over in zip(seeds, layers, strict=True)]
         found.append((sum(cell.identity in ledger for cell in cells), cells))
     done, cells = max(found, key=lambda one: one[0], default=(0, []))  # among equals the most rounds
     return cells if done else None

@@ -1,0 +1,260 @@
+"""A run that is ready to train: new, resumed, or one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import tomli_w
+import torch
+
+from fedhassle.data.catalogue import Dataset
+from fedhassle.data.split.split import Split, steps_on_labels
+from fedhassle.engine.rounds import Plan
+from fedhassle.errors import UserError, require
+from fedhassle.files import write_text
+from fedhassle.method import Method
+from fedhassle.provenance import hardware, machine
+from fedhassle.runs.folder import (
+    Folder,
+    claim,
+    folder_names,
+    new_folder,
+    release,
+    resume_command,
+    stored_request,
+)
+from fedhassle.runs.trackers import require_installed
+from fedhassle.settings.build import (
+    build_dataset,
+    build_method,
+    build_net,
+    build_split,
+    expected_hash,
+    own_code_of,
+)
+from fedhassle.settings.request import Request
+from fedhassle.settings.schema import PER_DEVICE, Settings, method_class, resolve, resolved_device
+
+Load = Callable[[Settings], Dataset]
+"""A function that loads the images of a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start or to resume."""
+
+    folder: Folder
+    settings: Settings
+    dataset: Dataset
+    split: Split
+    method: Method
+
+    @property
+    def device(self) -> torch.device:
+        """The device it trains on."""
+        return torch.device(self.settings.device)
+
+    @property
+    def plan(self) -> Plan:
+        """Its rounds, clients per round, and seed."""
+        return Plan(self.settings.rounds, self.settings.clients_per_round, self.settings.seed)
+
+    @property
+    def name(self) -> str:
+        """Its name among several runs."""
+        return self.folder.path.name
+
+    @property
+    def rounds(self) -> int:
+        """The number of its rounds."""
+        return self.settings.rounds
+
+    @property
+    def headline(self) -> str:
+        """The prediction that stands for it in a line."""
+        return self.method.headline
+
+
+# New runs
+
+
+def start(request: Request, out: Path | None = None, load: Load = build_dataset) -> Run:
+    """A new run in its own folder."""
+    folder = claim(request, out)
+    try:
+        return prepare(folder, request, load)
+    except Exception:
+        release(folder)
+        raise
+
+
+def start_several(requests: Sequence[tuple[str, Request]], out: Path | None = None) -> list[Run]:
+    """New runs by name, each in its own subfolder of one folder."""
+    require(bool(requests), "there is no run to start: each setting that varies needs at least one value")
+    names = [name for name, _ in requests]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"{twice[0]!r} occurs twice: each run needs a name of its own")
+    existed = out is not None and Path(out).exists()
+    home = Path(out) if out else new_folder(requests[0][1])
+    started, load = list[Run](), Loader()
+    try:
+        for name, (_, request) in zip(folder_names(names), requests, strict=True):
+            started.append(start(request, home / name, load))
+    except Exception:
+        for run in started:
+            release(run.folder)
+        if not existed and home.is_dir() and not any(home.iterdir()):
+            home.rmdir()
+        raise
+    return started
+
+
+class Loader:
+    """Loads the images of several runs: once for all that use them at a time. Remembers failures."""
+
+    def __init__(self) -> None:
+        self._loaded: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
+        self._failures: dict[str, UserError] = {}
+
+    def __call__(self, settings: Settings) -> Dataset:
+        """The images of one run, or the same error each time."""
+        seed = settings.seed if settings.data.holdout else None  # it draws the held-out images
+        key = f"{settings.data.model_dump_json()} {seed}"
+        if key in self._failures:
+            raise self._failures[key]
+        found = self._loaded.get(key)
+        if found is None:
+            try:
+                found = self._loaded[key] = build_dataset(settings)
+            except UserError as error:
+                self._failures[key] = error
+                raise
+        return found
+
+
+def load_images(request: Request) -> Dataset:
+    """The images of a run, downloaded if necessary."""
+    return build_dataset(resolve(request), progress=False)
+
+
+def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run:
+    """Builds everything that a run needs."""
+    settings = runnable(request)
+    dataset = load(settings)
+    split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
+    return Run(folder, settings, dataset, split, method_for_run(settings, dataset, split))
+
+
+def runnable(request: Request) -> Settings:
+    """Valid settings, whose trackers are installed."""
+    settings = resolve(request)
+    require_installed(settings.track or ())
+    return settings
+
+
+def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method:
+    """The method of a run, adapted to its length and its clients."""
+    split.check(len(dataset.y_train))
+    per_round, clients = settings.clients_per_round, len(split.names)
+    if per_round > clients:
+        raise UserError(f"clients_per_round={per_round} is more than the {clients} clients of the split")
+    method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
+    steps = steps_on_labels(split, per_round, method.epochs, method.batch)
+    return method.for_run(settings.rounds, steps)
+
+
+# Runs that were cut
+
+
+def reopen(path: Path, device: str | None = None, load: Load = build_dataset) -> Run:
+    """A run that was cut, ready to resume; `device` moves it to another device."""
+    folder = Folder(path)
+    if folder.audit.exists():
+        raise UserError(f"{path} is a federation's run: resume it with {resume_command(folder)}")
+    if not folder.begun:
+        raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
+    request = stored_request(folder)
+    run = prepare(folder, request if device is None else on_device(request, device), load)
+    require_same_code(run)
+    return run
+
+
+def on_device(request: Request, device: str) -> Request:
+    """A request on another device, without the settings that were chosen for the old one."""
+    if resolved_device(device) == stored_device(request):
+        return request
+    layers = [{k: v for k, v in layer.items() if k not in PER_DEVICE} for layer in request.layers]
+    return Request((*layers, {"device": device}))
+
+
+def stored_device(request: Request) -> str:
+    """The device of a request; `auto` is that of this machine."""
+    named = str(request.top("device", "auto"))
+    return resolved_device(named) if named == "auto" else named
+
+
+def require_same_code(run: Run) -> None:
+    """Refuses to resume a run whose own method or network has changed."""
+    noted, own = run.folder.own_code, own_code_of(run.settings)
+    if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
+        return
+    files = " or ".join(name.partition(":")[0] for name in own)
+    raise UserError(
+        f"{files} has changed since {run.folder.path} began: its rounds would mix two methods. Start a new "
+        f"run in another folder, or put the code back; or remove {noted} to resume all the same"
+    )
+
+
+def write_settings(run: Run) -> None:
+    """Writes the split, the resolved settings in place of the request, and the hashes of own code."""
+    run.split.save(run.folder.split)
+    write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
+    if own := own_code_of(run.settings):
+        write_text(run.folder.own_code, own_code_text(own))
+    run.folder.request.unlink(missing_ok=True)
+
+
+def own_code_text(own: Mapping[str, str]) -> str:
+    """One line for each import path and the hash of its code."""
+    return "".join(f"{name} {code}\n" for name, code in own.items())
+
+
+# Runs that are not built yet
+
+
+class Identity(NamedTuple):
+    """A run before it is built; runs with equal hash and seed are the same run."""
+
+    settings_hash: str
+    seed: int
+    method: str
+    data: str
+    rounds: int
+    device: str
+    machine: str
+    headline: str = Method.headline
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Hash and seed, which tell it from other runs."""
+        return self.settings_hash, self.seed
+
+
+def identify(request: Request) -> Identity:
+    """Checks settings and returns the run they describe; loads no images, except a user's own."""
+    settings = runnable(request)
+    return Identity(
+        settings_hash=expected_hash(settings),
+        seed=settings.seed,
+        method=settings.method.name,
+        data=Path(settings.data.name).name,
+        rounds=settings.rounds,
+        device=settings.device,
+        machine=machine(hardware(torch.device(settings.device), settings.threads)),
+        headline=method_class(settings.method.name).headline,
+    )

@@ -1,0 +1,216 @@
+"""Training a run to its end: rounds, metrics, checkpoints, and the result."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedhassle.data.split.split import pooled
+from fedhassle.engine.client_state import ClientState
+from fedhassle.engine.cores import on_cores
+from fedhassle.engine.evaluate import accuracy, check_headline, check_predictions
+from fedhassle.engine.rounds import Federation, Plan, federate
+from fedhassle.engine.simulator import Simulator
+from fedhassle.engine.tensor_files import round_files, write_arrays
+from fedhassle.errors import UserError
+from fedhassle.files import locked, remove_unfinished, write_json, write_text
+from fedhassle.method import Method
+from fedhassle.runs.about import about_model, about_run
+from fedhassle.runs.card import model_card
+from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
+from fedhassle.runs.curves import draw_curves
+from fedhassle.runs.folder import Folder, resume_command
+from fedhassle.runs.record import Evaluation, Metrics, Step, Tally, final_scores, metrics_line
+from fedhassle.runs.run import Run, write_settings
+from fedhassle.runs.seeds import grouped
+from fedhassle.runs.trackers import tracking
+from fedhassle.settings.build import build_engine
+from fedhassle.settings.request import flat
+from fedhassle.vectors import Arrays
+
+log = logging.getLogger("fedhassle")
+
+Evaluate = Callable[[Arrays, int], Evaluation | None]
+"""A function that evaluates the state after a round."""
+
+SHARED_LANES = 24  # of all runs that share a GPU; a run alone has as many as its settings say
+
+
+def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
+    """Trains a run in a simulator to its end, round by round, then writes its result.
+
+    `sharing`: the number of runs that share the process and its GPU, this one included.
+    """
+    settings = run.settings
+    memory = ClientState(run.folder.memory)
+    engine = build_engine(settings)
+    if sharing > 1:
+        engine = engine._replace(lanes=min(engine.lanes, max(1, SHARED_LANES // sharing)))
+    split = pooled(run.split) if run.method.pooled else run.split
+    simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
+    images = torch.from_numpy(run.dataset.x_test).to(run.device)
+    y = torch.from_numpy(run.dataset.y_test).to(run.device)
+
+    def evaluate(state: Arrays, t: int) -> Evaluation:
+        return Evaluation(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
+
+    with (
+        locked(run.folder.path),
+        log_to_file(run.folder.log, sharing == 1, run.name),
+        engine.active(),
+        on_cores(1),  # clients run side by side instead: `side_by_side` says why
+    ):
+        write_settings(run)
+        yield from train_in_federation(run, simulator, evaluate)
+
+
+def train_in_federation(
+    run: Run,
+    federation: Federation,
+    evaluate: Evaluate,
+    about: Metrics | None = None,
+    participation: Callable[[], Metrics] | None = None,
+) -> Iterator[Step]:
+    """Trains the remaining rounds of a run, simulated or real, then writes its result.
+
+    `about`: entries of the summary that add to or replace the usual ones. `participation`: called at the end
+    of a real federation's run, returns what the summary says about its sites.
+    """
+    for note in run.split.notes:
+        log.info("split: %s", note)
+    every, origin = run.settings.evaluate_every, about_run(run) | (about or {})
+    start = restore(run.folder, run.method, run.plan.seed, run.device)
+    blank = torch.zeros(2, *run.dataset.shape, device=run.device)
+    check_predictions(run.method, start.state, blank, run.dataset.classes)
+    with tracking(run.settings.track or (), run.folder) as trackers:
+        parameters = dict(flat(origin["settings"])) | {"settings_hash": origin["settings_hash"]}
+        trackers.begin(parameters, start.history)
+        for step in train_rounds(run.folder, run.method, federation, run.plan, evaluate, every, start):
+            if step.metrics is not None:
+                trackers.evaluated(step.metrics)
+            yield step
+        sites = participation() if participation is not None else {}
+        trackers.end(write_result(run, origin | sites, about_model(run, sites.get("sites"))))
+
+
+def train_rounds(
+    folder: Folder,
+    method: Method,
+    federation: Federation,
+    plan: Plan,
+    evaluate: Evaluate,
+    evaluate_every: int,
+    start: Checkpoint,
+) -> Iterator[Step]:
+    """Trains the rounds after a checkpoint, with metrics and new checkpoints; yields after every round.
+
+    If an evaluation returns None, as when no site can evaluate, there is no line of metrics.
+    """
+    history, tally = start.history, Tally(method)
+    clock = time.perf_counter()
+    for done in federate(method, federation, plan, start.state, start.t + 1):
+        tally.add(done)
+        metrics = None
+        if done.t % evaluate_every == 0 or done.t == plan.rounds:
+            found = evaluate(done.state, done.t)
+            if found is not None:
+                check_headline(method, found.accuracy)
+                metrics = tally.metrics(done.t, found, time.perf_counter() - clock)
+                clock, tally = time.perf_counter(), Tally(method)
+                history = [*history, metrics]
+                with folder.metrics.open("a", encoding="utf-8") as file:
+                    file.write(metrics_line(metrics))
+            save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, history))
+            federation.prune(list(round_files(folder.checkpoints)))
+        yield Step(done.t, tuple(reply.update.client for reply in done.replies), metrics)
+
+
+def restore(folder: Folder, method: Method, seed: int, device: torch.device) -> Checkpoint:
+    """The newest undamaged checkpoint, or the state before round 1; cuts the metrics on disk to match."""
+    remove_unfinished(folder.path)
+    remove_unfinished(folder.checkpoints)
+    found = load_checkpoint(folder.checkpoints, device)
+    if found is None:
+        found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, [])
+    discard_after(folder.checkpoints, found.t)
+    write_text(folder.metrics, "".join(map(metrics_line, found.history)))
+    return found
+
+
+def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
+    """Writes the model of the last checkpoint, its card, the curves and the summary, which it returns."""
+    folder, method = run.folder, run.method
+    last = load_checkpoint(folder.checkpoints, torch.device("cpu"))
+    t = 0 if last is None else last.t
+    if last is None or t != run.rounds:
+        raise UserError(
+            f"{folder.path} has {run.rounds} rounds, but its newest undamaged checkpoint is of round {t}: "
+            f"resume it with {resume_command(folder)}"
+        )
+    if not last.history:
+        raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
+    scores = final_scores(last.history)
+    summary: Metrics = {
+        **origin,
+        "rounds": last.t,
+        "headline": method.headline,
+        "modes": dict(method.modes),
+        "accuracy": scores,
+        "seconds": round(sum(m["seconds"] for m in last.history), 1),
+        "history": last.history,
+    }
+    write_arrays(folder.model, method.model(last.state), about | {"scores": scores})
+    write_text(folder.card, model_card(summary, about))
+    try:
+        draw_curves(grouped([summary]), folder.curves)
+    except Exception as error:  # no reason to lose a result
+        log.warning("%s could not be drawn: %s: %s", folder.curves, type(error).__name__, error)
+    write_json(folder.summary, summary)  # last: only finished runs have it
+    return summary
+
+
+# Logs
+
+
+@contextmanager
+def log_to_file(path: Path, alone: bool, name: str = "") -> Iterator[None]:
+    """Logs to a file; the messages of this thread only, unless the run is alone.
+
+    Each record gets the run's name, for a console that shows several runs.
+    """
+    handler, thread = logging.FileHandler(path, encoding="utf-8"), threading.get_ident()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(lambda record: alone or record.thread == thread)
+
+    def add_name(record: logging.LogRecord) -> bool:
+        if alone or record.thread == thread:
+            record.run = name
+        return True
+
+    log.addFilter(add_name)
+    log.addHandler(handler)
+    try:
+        with info_level():
+            yield
+    finally:
+        log.removeHandler(handler)
+        log.removeFilter(add_name)
+        handler.close()
+
+
+@contextmanager
+def info_level() -> Iterator[None]:
+    """Logs at INFO inside the block."""
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
