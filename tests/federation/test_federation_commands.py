@@ -20,16 +20,16 @@ from fedhassle.data.site.folder import read_site
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.flower import processes
-from fedhassle.federation.flower.logs import Tail
-from fedhassle.federation.server import control, host
+from fedhassle.federation.flower.logs import LogReader
+from fedhassle.federation.server import host
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.setup.admission import AdmittedSite, admit_site, admitted
-from fedhassle.federation.setup.demo import write_places
+from fedhassle.federation.setup.demo import write_demo_sites
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
 from fedhassle.federation.site import supervise
 from fedhassle.federation.site.supervise import keep_running, site_name
-from fedhassle.federation.terms import run_settings
+from fedhassle.federation.build import run_settings
 from fedhassle.files import locked, wait_until_free
 from fedhassle.version import FLOWER
 
@@ -161,8 +161,8 @@ def test_a_second_run_is_refused_while_another_is_going_on(
         raise UserError("submitted")
 
     monkeypatch.setattr(processes, "submit", submit)
-    first = control.Running(1, status, "2026-01-02", "/runs/first")
-    monkeypatch.setattr(control, "runs", lambda link: [first])
+    first = host.RunInfo(1, status, "2026-01-02", "/runs/first")
+    monkeypatch.setattr(host, "runs", lambda link: [first])
     code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
     assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
     assert f"go on with: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
@@ -286,14 +286,14 @@ def test_a_server_listens_where_its_sites_are(host, listens):
 
 def test_a_log_is_read_as_it_grows(tmp_path):
     path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.said() == []
+    tail = LogReader(path)
+    assert tail.new_lines() == []
     path.write_text("Flower says\n2026-01-02 03:04:05,678 fedhassle INFO north holds ü\n2026-01-02 03:04:0")
-    assert tail.said() == ["03:04:05 north holds ü"] and tail.said() == []
+    assert tail.new_lines() == ["03:04:05 north holds ü"] and tail.new_lines() == []
     with path.open("a") as file:
         file.write("6,000 fedhassle WARNING more\n2026-01-02 03:04:07,000 flwr DEBUG noise\n")
         file.write("2026-01-02 03:04:08,000 INFO of a run\n")
-    assert tail.said() == ["03:04:06 more", "03:04:08 of a run"]
+    assert tail.new_lines() == ["03:04:06 more", "03:04:08 of a run"]
 
 
 def python(code):
@@ -325,7 +325,7 @@ def test_a_node_that_had_worked_for_long_is_started_again_each_time(tmp_path):
 
 
 def test_a_node_that_cannot_work_at_all_is_not_started_again(tmp_path):
-    code = f"{LINE.format('no images')}; raise SystemExit({supervise.IMPOSSIBLE})"
+    code = f"{LINE.format('no images')}; raise SystemExit({supervise.CANNOT_WORK})"
     with pytest.raises(UserError, match="the node cannot work: 03:04:05 no images"):
         list(keep_running(python(code), tmp_path, tmp_path / "log", pause=lambda seconds: time.sleep(0.01)))
 
@@ -360,7 +360,7 @@ def test_what_was_started_ends_with_whoever_started_it(tmp_path):
 def test_every_way_of_asking_interrupts_but_not_while_cleaning_up(number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), processes.interruptible():
-        with processes.undisturbed():
+        with processes.uninterrupted():
             os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         time.sleep(1)
@@ -393,10 +393,10 @@ class FakeLink:
 
     def register(self, link, name, key):
         self.calls.append(("register", name))
-        if control.pem(key) in self.burnt:
+        if host.pem(key) in self.burnt:
             raise UserError("Public key already in use.")
         number = len(self.calls)
-        self.nodes[number] = control.Registered(number, name, control.pem(key), False, "")
+        self.nodes[number] = host.RegisteredNode(number, name, host.pem(key), False, "")
 
     def unregister(self, link, number):
         self.calls.append(("unregister", self.nodes[number].name))
@@ -411,21 +411,21 @@ def site(tmp_path, name):
 def test_those_are_let_in_that_are_admitted_and_no_others(tmp_path, monkeypatch):
     link = FakeLink(monkeypatch)
     north, south, new = (site(tmp_path, name) for name in ("north", "south", "new"))
-    assert list(host.let_in(None, {"north": north, "south": south})) == [
+    assert list(host.apply_admissions(None, {"north": north, "south": south})) == [
         "north may come in",
         "south may come in",
     ]
-    assert list(host.let_in(None, {"north": north, "south": south})) == []
+    assert list(host.apply_admissions(None, {"north": north, "south": south})) == []
     another = new._replace(name="south")
-    assert list(host.let_in(None, {"north": north, "south": another})) == [
+    assert list(host.apply_admissions(None, {"north": north, "south": another})) == [
         "south is let in no more",
         "south may come in",
     ]
-    assert {node.key for node in link.nodes.values()} == {control.pem(north.key), control.pem(new.key)}
+    assert {node.key for node in link.nodes.values()} == {host.pem(north.key), host.pem(new.key)}
     east = site(tmp_path, "east")
     lines = []
     with pytest.raises(UserError, match="south: Public key already in use"):
-        for line in host.let_in(None, {"south": south, "zeast": east._replace(name="zeast")}):
+        for line in host.apply_admissions(None, {"south": south, "zeast": east._replace(name="zeast")}):
             lines.append(line)  # noqa: PERF402 - as above
     assert lines == ["north is let in no more", "south is let in no more", "zeast may come in"]
 
@@ -433,10 +433,10 @@ def test_those_are_let_in_that_are_admitted_and_no_others(tmp_path, monkeypatch)
 def test_a_site_that_gets_another_name_is_let_in_as_before(tmp_path, monkeypatch):
     """Flower would not take its key again, and goes on calling it what it was called."""
     link, nroth = FakeLink(monkeypatch), site(tmp_path, "nroth")
-    assert list(host.let_in(None, {"nroth": nroth})) == ["nroth may come in"]
+    assert list(host.apply_admissions(None, {"nroth": nroth})) == ["nroth may come in"]
     link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
     north = {"north": nroth._replace(name="north")}
-    assert list(host.let_in(None, north)) == [] and host.present(None, north) == {"north"}
+    assert list(host.apply_admissions(None, north)) == [] and host.online_sites(None, north) == {"north"}
 
 
 def test_status_says_who_is_there_and_whom_the_last_run_refused(coordinator, tmp_path, monkeypatch):
@@ -445,11 +445,11 @@ def test_status_says_who_is_there_and_whom_the_last_run_refused(coordinator, tmp
         admit_site(coordinator, name, site(tmp_path, name).key)
         audit.write("refused", site=name, why="its file is another one")
     audit.write("joined", site="south")
-    list(host.let_in(None, admitted(coordinator)))
+    list(host.apply_admissions(None, admitted(coordinator)))
     link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
-    monkeypatch.setattr(control, "answers", lambda link: True)
-    last = control.Running(1, "running", "2026-01-02", str(tmp_path / "run"))
-    monkeypatch.setattr(control, "runs", lambda link: [last])
+    monkeypatch.setattr(host, "is_ready", lambda link: True)
+    last = host.RunInfo(1, "running", "2026-01-02", str(tmp_path / "run"))
+    monkeypatch.setattr(host, "runs", lambda link: [last])
     code, out, _ = call("federation", "status", coordinator)
     lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
     assert code == 0 and lines == [["north", "here"], ["south", "here"]]
@@ -484,7 +484,7 @@ def test_a_server_that_runs_follows_the_record(coordinator, tmp_path, monkeypatc
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     try:
         with pytest.raises(StopAsyncIteration):
-            for line in host.watched(folder, process, pause):
+            for line in host.watch_sites(folder, process, pause):
                 said.append(line)  # noqa: PERF402 - as above
     finally:
         process.kill()
@@ -492,14 +492,14 @@ def test_a_server_that_runs_follows_the_record(coordinator, tmp_path, monkeypatc
     assert said[:2] == ["north may come in", "north is here"] and said[3:] == ["north is gone"]
     assert "cannot be read as the record" in said[2]
     with pytest.raises(UserError, match="the server has ended"):
-        list(host.watched(folder, process, pause))
+        list(host.watch_sites(folder, process, pause))
 
 
 # The demo
 
 
 def test_the_sites_of_the_demo_have_the_three_forms(tmp_path):
-    places = write_places(tmp_path, (30, 40, 20), 10)
+    places = write_demo_sites(tmp_path, (30, 40, 20), 10)
     assert (
         call("federation", "init", "--address", "a:1", "--like", "fmnist-mini", "--out", tmp_path / "f")[0]
         == 0

@@ -28,9 +28,9 @@ from PIL import Image
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.flower import patches, processes
-from fedhassle.federation.flower.transport import FlowerGrid, Letter, from_records, to_records
+from fedhassle.federation.flower.transport import FlowerTransport, Request, from_records, to_records
 from fedhassle.federation.messages import (
-    Content,
+    Payload,
     RefusedError,
     coarse,
     from_json,
@@ -39,16 +39,15 @@ from fedhassle.federation.messages import (
     unpacked,
 )
 from fedhassle.federation.server.audit import Audit
-from fedhassle.federation.server.control import pem
+from fedhassle.federation.server.host import pem
 from fedhassle.federation.server.serverapp import admitted_names
-from fedhassle.federation.server.superlink import Doors
+from fedhassle.federation.server.superlink import LocalControl
 from fedhassle.federation.setup.admission import admit_site
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import fingerprint, make_site_key, read_public_key
 from fedhassle.federation.site import supernode
-from fedhassle.federation.site.node import parted
-from fedhassle.federation.site.node_config import site_node
-from fedhassle.federation.site.supervise import IMPOSSIBLE
+from fedhassle.federation.site.node import partition, site_node
+from fedhassle.federation.site.supervise import CANNOT_WORK
 
 NAN, INFINITE = float("nan"), float("inf")
 FLOATS = st.floats(width=32)
@@ -60,7 +59,7 @@ FLOATS = st.floats(width=32)
 @given(st.dictionaries(st.text(max_size=5), st.lists(FLOATS, max_size=8), max_size=3))
 def test_vectors_arrive_as_they_were_sent_bit_for_bit(values):
     vectors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
-    there = from_records(to_records(Content({"n": 1}, packed(vectors, {}))))
+    there = from_records(to_records(Payload({"n": 1}, packed(vectors, {}))))
     arrived = unpacked(there.arrays, {})
     assert there.words == {"n": 1} and list(arrived) == list(vectors)  # in their order, too
     for name, vector in vectors.items():
@@ -177,7 +176,7 @@ def images(count, seed=0):
 
 def test_the_validation_share_is_about_its_share_and_apart_from_the_rest():
     x, y = images(2000), np.arange(2000) % 5 - 1  # a fifth is unlabelled
-    parts = parted(x, y, 0.1)
+    parts = partition(x, y, 0.1)
     assert 120 < len(parts.validation) < 200  # 160 of 1600 labelled: three standard deviations are 36
     assert sorted(np.concatenate(parts)) == list(range(2000))
     assert (y[parts.unlabelled] == -1).all() and (y[parts.validation] >= 0).all()
@@ -185,27 +184,27 @@ def test_the_validation_share_is_about_its_share_and_apart_from_the_rest():
 
 def test_an_image_for_validation_stays_so_when_others_are_added_or_sorted():
     x, y = images(300), np.zeros(300, np.int64)
-    chosen = {x[row].tobytes() for row in parted(x, y, 0.2).validation}
+    chosen = {x[row].tobytes() for row in partition(x, y, 0.2).validation}
     more = np.concatenate([images(200, seed=1), x[::-1]])
-    then = {more[row].tobytes() for row in parted(more, np.zeros(500, np.int64), 0.2).validation}
+    then = {more[row].tobytes() for row in partition(more, np.zeros(500, np.int64), 0.2).validation}
     assert chosen <= then
 
 
 def test_equal_images_are_on_one_side():
     x = np.repeat(images(50), 3, axis=0)
-    parts = parted(x, np.zeros(150, np.int64), 0.3)
+    parts = partition(x, np.zeros(150, np.int64), 0.3)
     assert not {x[r].tobytes() for r in parts.validation} & {x[r].tobytes() for r in parts.labelled}
 
 
 @pytest.mark.parametrize(("count", "held"), [(0, 0), (1, 0), (2, 1), (3, 1)])
 def test_few_labels_keep_one_for_validation_and_one_to_train_on(count, held):
     for seed in range(20):
-        parts = parted(images(count, seed), np.zeros(count, np.int64), 0.001)
+        parts = partition(images(count, seed), np.zeros(count, np.int64), 0.001)
         assert (len(parts.validation), len(parts.labelled)) == (held, count - held)
 
 
 def test_without_a_share_nothing_is_kept():
-    assert not len(parted(images(50), np.zeros(50, np.int64), 0.0).validation)
+    assert not len(partition(images(50), np.zeros(50, np.int64), 0.0).validation)
 
 
 # Flower's waits
@@ -213,11 +212,11 @@ def test_without_a_share_nothing_is_kept():
 
 def test_what_is_replaced_in_flower_is_there():
     """A version of Flower that has changed here has to be looked at anew."""
-    for name in (patches.AT_NODE, patches.AT_SERVER):
+    for name in (patches.SUPERNODE, patches.SERVER_GRID):
         backoff = inspect.signature(import_module(name).pull_objects).parameters
         assert {"initial_backoff", "backoff_cap"} <= backoff.keys()
-    assert import_module(patches.AT_NODE).time is time
-    source = inspect.getsource(import_module(patches.AT_NODE))
+    assert import_module(patches.SUPERNODE).time is time
+    source = inspect.getsource(import_module(patches.SUPERNODE))
     assert source.count("time.sleep(3)") == 1 and source.count("time.sleep(0.5)") == 2
 
 
@@ -253,7 +252,7 @@ class Outbox:
 @pytest.mark.parametrize("mended", [False, True])
 def test_an_answer_left_over_from_a_stopped_run_delays_no_other(mended):
     """Flower's own sending, as it is, answers each message when the next has come."""
-    own = import_module(patches.AT_NODE)._push_messages
+    own = import_module(patches.SUPERNODE)._push_messages
     push, state, sent = patches.push_until_sent(own) if mended else own, Outbox(), []
 
     def send(message, tree, seconds):
@@ -283,18 +282,18 @@ def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_
     def activate(client, request):
         tries.append(request)
         if now[0] < 60:
-            raise refusing(patches.NOT_LET_IN)
+            raise refusing(patches.NOT_ACTIVATED)
         return "in"
 
     told = []
-    kept_out = partial(told.append, "kept out")
-    assert patches.retry_activation(activate, kept_out)("client", "request") == "in" and len(tries) == 21
+    on_refused = partial(told.append, "kept out")
+    assert patches.retry_activation(activate, on_refused)("client", "request") == "in" and len(tries) == 21
     with pytest.raises(httpx.HTTPStatusError):  # where another reason is given it does not knock
-        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)), kept_out)()
-    assert now[0] == pytest.approx(60, abs=2 * patches.KNOCK) and told == []
+        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)), on_refused)()
+    assert now[0] == pytest.approx(60, abs=2 * patches.RETRY_EVERY) and told == []
     with pytest.raises(httpx.HTTPStatusError):  # nor for ever
-        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(patches.NOT_LET_IN)), kept_out)()
-    assert now[0] == pytest.approx(60 + patches.RETURN, abs=2 * patches.KNOCK) and told == ["kept out"]
+        patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(patches.NOT_ACTIVATED)), on_refused)()
+    assert now[0] == pytest.approx(60 + patches.RETRY_FOR, abs=2 * patches.RETRY_EVERY) and told == ["kept out"]
 
 
 def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_again(tmp_path, monkeypatch):
@@ -303,10 +302,10 @@ def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_aga
     words = ["--auth-supernode-private-key", str(key)]
     monkeypatch.setattr(sys, "argv", ["supernode", *words])
     monkeypatch.setattr(supernode, "keep_worker", lambda words: threading.Event())
-    monkeypatch.setattr(supernode, "speak", lambda: None)
+    monkeypatch.setattr(supernode, "log_to_output", lambda: None)
     monkeypatch.setattr(supernode.log, "error", lambda *words: lines.append(words[0] % words[1:]))
     hurried = []
-    monkeypatch.setattr(supernode, "hurry_node", hurried.append)
+    monkeypatch.setattr(supernode, "patch_supernode", hurried.append)
 
     def flower():
         hurried[0]()  # as its first call is refused for good
@@ -316,7 +315,7 @@ def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_aga
     with pytest.raises(SystemExit) as ended:
         supernode.main()
     shown = fingerprint(read_public_key(tmp_path / "north.pub"))
-    assert ended.value.code == IMPOSSIBLE and lines == [
+    assert ended.value.code == CANNOT_WORK and lines == [
         f"the server does not admit this key ({shown}): send north.pub to the coordinator, who runs "
         "`fedhassle federation admit north north.pub`"
     ]
@@ -325,7 +324,7 @@ def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_aga
 def test_naps_grow_with_the_time_that_was_waited(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(patches.time, "monotonic", lambda: now[0])
-    naps = patches.Pace(fastest=0.1, slowest=3.0)
+    naps = patches.Backoff(fastest=0.1, slowest=3.0)
     seen = []
     for now[0] in (0.0, 10.0, 1000.0):
         seen.append(naps.nap())
@@ -348,7 +347,7 @@ def through_the_doors(path, client, server="10.0.0.1"):
         sent.append(message)
 
     scope = {"type": "http", "path": path, "client": client and (client, 1), "server": (server, 2)}
-    asyncio.run(Doors(inside)(scope, None, send))
+    asyncio.run(LocalControl(inside)(scope, None, send))
     return 200 if passed else sent[0]["status"]
 
 
@@ -537,7 +536,7 @@ def test_a_node_goes_by_the_name_that_its_key_is_admitted_under_now(tmp_path):
             SimpleNamespace(**about, name="south", public_key=b""),
         ]
     )
-    grid = FlowerGrid(flower, lambda: admitted_names(tmp_path))
+    grid = FlowerTransport(flower, lambda: admitted_names(tmp_path))
     assert [node.name for node in grid.nodes()] == ["nroth", "south"]  # nothing is known of it
     admit_site(tmp_path, "north", key)
     assert [node.name for node in grid.nodes()] == ["north", "south"]
@@ -571,6 +570,6 @@ def test_a_run_that_is_stopped_while_it_sends_learns_of_it(push, monkeypatch):
     monkeypatch.setattr(
         "fedhassle.federation.flower.transport.Message", lambda *words, **named: words
     )  # needs a task
-    letters = [Letter(node, "train", Content({}, {}), "1", 60.0) for node in (1, 2)]
+    letters = [Request(node, "train", Payload({}, {}), "1", 60.0) for node in (1, 2)]
     with pytest.raises(SystemExit, match="stopped"):
-        FlowerGrid(Stopped(push)).push(letters)
+        FlowerTransport(Stopped(push)).push(letters)

@@ -6,17 +6,17 @@ import os
 import numpy as np
 import pytest
 import small
-from federations import FEW, FakeGrid, Flying, held, site, terms
+from federations import FEW, FakeTransport, Flying, held, site, terms
 from small import metrics_of, same, summary_of, tensors_of
 
 import fedhassle
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Content
+from fedhassle.federation.messages import Payload
 from fedhassle.federation.server import coordinate as coordinating
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
-from fedhassle.federation.server.follow import Seen, followed, so_far
+from fedhassle.federation.server.follow import ReadPosition, followed, read_position
 from fedhassle.runs.record import Folder, read_summary
 
 RUN = """
@@ -29,7 +29,7 @@ ALL = Split(small.SPLIT.labelled[:4], small.SPLIT.unlabelled[:4])
 
 def network(folder, agreed, split=FEW):
     nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
-    return FakeGrid({k: node.answer for k, node in nodes.items()})
+    return FakeTransport({k: node.answer for k, node in nodes.items()})
 
 
 def carried_out(folder, agreed, grid, test=None):
@@ -81,13 +81,13 @@ def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
     first = coordinate(grid, agreed, folder.path, None, Flying().clock)
     expected = [next(first), next(first)]
     first.close()
-    seen = so_far(folder)
+    seen = read_position(folder)
     second = coordinate(grid, agreed, folder.path, None, Flying().clock)
 
     def meanwhile(seconds):
         expected.extend([step] if (step := next(second, None)) else [])
 
-    watched = list(followed(folder, Seen(), lambda: True, pause=meanwhile))
+    watched = list(followed(folder, ReadPosition(), lambda: True, pause=meanwhile))
     assert watched == expected and [step.t for step in watched] == [1, 2, 3, 4]
     assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
 
@@ -102,7 +102,7 @@ def test_sites_are_counted_by_what_they_contribute(agreed, tmp_path):
     steps = carried_out(folder.path, agreed, grid)
     three, two = ["client 1", "client 3", "client 4"], ["client 1", "client 3"]
     assert [[client.name for client in step.clients] for step in steps] == [three, three, two, three]
-    assert list(followed(folder, Seen(), lambda: True)) == steps
+    assert list(followed(folder, ReadPosition(), lambda: True)) == steps
     lines = [line["clients"] for line in metrics_of(folder.path)]
     assert lines == [{"full": 2, "partial": n, "unlabelled": 0} for n in (4, 3)]
     summary = summary_of(folder.path)
@@ -122,7 +122,7 @@ def test_a_line_of_metrics_that_is_half_written_does_not_end_the_following(agree
     steps = carried_out(folder.path, agreed, network(tmp_path / "sites", agreed))
     with folder.metrics.open("a") as file:
         file.write('{"round": 6, "accu')
-    assert list(followed(folder, Seen(), lambda: True)) == steps
+    assert list(followed(folder, ReadPosition(), lambda: True)) == steps
 
 
 def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
@@ -131,9 +131,9 @@ def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
     next(steps)
     steps.close()
     with pytest.raises(UserError, match="ended without a word"):
-        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+        list(followed(folder, ReadPosition(), lambda: False, pause=lambda seconds: None))
     grid.gone = set(grid.sites)
-    seen = so_far(folder)
+    seen = read_position(folder)
     with pytest.raises(UserError):
         carried_out(folder.path, agreed, grid)
     with pytest.raises(UserError, match="the run has stopped: after 120 s too few sites"):
@@ -172,7 +172,7 @@ def test_the_best_round_is_never_one_that_the_coordinators_test_images_chose(tmp
 
 
 def hits(right):
-    return Content({"right": {"model": right}, "count": 10})
+    return Payload({"right": {"model": right}, "count": 10})
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -305,7 +305,7 @@ def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tm
     with pytest.raises(UserError, match="holds no images"):
         carried_out(folder.path, agreed, grid, tmp_path / "test")
     with pytest.raises(UserError, match=r"the run has stopped: .*test holds no images"):
-        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+        list(followed(folder, ReadPosition(), lambda: False, pause=lambda seconds: None))
     small.save_images(tmp_path / "test.npz", small.dataset())
     carried_out(folder.path, agreed, grid, tmp_path / "test.npz")
     assert "test" in metrics_of(folder.path)[-1]

@@ -22,13 +22,13 @@ from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
 from fedhassle.federation.flower import processes
 from fedhassle.federation.server import host
-from fedhassle.federation.server.control import register, registered, runs, stop
+from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
-from fedhassle.federation.setup.init import found_federation
+from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
-from fedhassle.federation.site.node import parted
-from fedhassle.federation.site.supervise import IMPOSSIBLE
-from fedhassle.federation.terms import dataset_of, run_settings
+from fedhassle.federation.site.node import partition
+from fedhassle.federation.site.supervise import CANNOT_WORK
+from fedhassle.federation.build import dataset_of, run_settings
 from fedhassle.files import wait_until_free
 from fedhassle.settings.build import build_method, build_net
 
@@ -57,7 +57,7 @@ class Deployment:
     def __init__(self, folder):
         self.folder, self.port = folder, processes.free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.files = found_federation(agreement(self.address), folder / "federation")
+        self.files = create_federation(agreement(self.address), folder / "federation")
         self.stack, self.server, self.nodes = ExitStack(), ExitStack(), {}
         self.stack.enter_context(self.server)
         rng = np.random.default_rng(0)
@@ -74,11 +74,11 @@ class Deployment:
 
     def start_link(self):
         self.server.close()
-        self.link = self.server.enter_context(host.hosted(self.files))
+        self.link = self.server.enter_context(host.running_server(self.files))
         self.let_in()
 
     def let_in(self):
-        return list(host.let_in(host.link_of(self.files), admitted(self.files.path)))
+        return list(host.apply_admissions(host.link_of(self.files), admitted(self.files.path)))
 
     def start_node(self, name, known_as=None):
         """A node as `fedhassle federation node` starts it; the one of the rogue misbehaves when told."""
@@ -151,7 +151,7 @@ def simulated(deployment, rounds):
     images, labels, parts, start = [], [], [], 0
     for name in sorted(SITES):
         site = read_site(deployment.folder / f"{name}.npz", agreed.data.form)
-        parts.append([rows + start for rows in parted(site.x, site.y, agreed.data.validation)[:2]])
+        parts.append([rows + start for rows in partition(site.x, site.y, agreed.data.validation)[:2]])
         images.append(site.x)
         labels.append(site.y)
         start += len(site.y)
@@ -252,7 +252,7 @@ def test_a_run_does_not_outlive_its_server(deployment):
 def test_a_strangers_key_gets_in_nowhere(deployment):
     """It knocks for a while, is told what to do, and is not to be started again."""
     deployment.stranger.wait(LIMIT)
-    assert deployment.stranger.returncode == IMPOSSIBLE
+    assert deployment.stranger.returncode == CANNOT_WORK
     said = (deployment.folder / "stranger.log").read_text(errors="replace")
     assert "Exit Code: 305" in said and "the server does not admit this key (SHA256:" in said
     assert "query message" not in said

@@ -74,7 +74,7 @@ def serving(answer=b"", papers=None):
 
 def http(date=None):
     line = f"Date: {format_datetime(date, usegmt=True)}\r\n" if date else ""
-    return f"HTTP/1.1 404 Not Found\r\n{line}Content-Length: 0\r\n\r\n".encode()
+    return f"HTTP/1.1 404 Not Found\r\n{line}Payload-Length: 0\r\n\r\n".encode()
 
 
 def closed_port():

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from fedhassle.federation.messages import Content
+from fedhassle.federation.messages import Payload
 from fedhassle.federation.site import supernode, worker
 from fedhassle.federation.site.node import SiteNode
 
@@ -24,11 +24,11 @@ def train(self, content):
         raise MemoryError("no memory left")
     answer = honest(self, content)
     if what == "nan":
-        return Content(answer.words, {k: v * np.float32("nan") for k, v in answer.arrays.items()})
+        return Payload(answer.words, {k: v * np.float32("nan") for k, v in answer.arrays.items()})
     if what == "names":
-        return Content(answer.words, {f"{k}'": v for k, v in answer.arrays.items()})
+        return Payload(answer.words, {f"{k}'": v for k, v in answer.arrays.items()})
     if what == "shapes":
-        return Content(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
+        return Payload(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
     return answer
 
 
