@@ -293,7 +293,9 @@ def test_a_node_that_is_back_knocks_until_the_superlink_has_noticed_that_it_was_
     assert now[0] == pytest.approx(60, abs=2 * patches.RETRY_EVERY) and told == []
     with pytest.raises(httpx.HTTPStatusError):  # nor for ever
         patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(patches.NOT_ACTIVATED)), on_refused)()
-    assert now[0] == pytest.approx(60 + patches.RETRY_FOR, abs=2 * patches.RETRY_EVERY) and told == ["kept out"]
+    assert now[0] == pytest.approx(60 + patches.RETRY_FOR, abs=2 * patches.RETRY_EVERY) and told == [
+        "kept out"
+    ]
 
 
 def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_started_again(tmp_path, monkeypatch):
