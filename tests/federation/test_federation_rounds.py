@@ -234,7 +234,7 @@ def test_waiting_for_sites_ends(tmp_path):
     ],
 )
 def test_a_site_with_a_wrong_introduction_is_refused_and_told_why(words, why, tmp_path, caplog):
-    method, here, transport = federation(tmp_path, "fedavg", split=FEW)
+    _, here, transport = federation(tmp_path, "fedavg", split=FEW)
     transport.behaviour["client 2", "query"] = changed(lambda made: Payload({**made.words, **words}))
     assert [client.name for client in here.present()] == ["client 1", "client 3"]
     (refused,) = [event for event in here.audit.read() if event["event"] == "refused"]
@@ -263,7 +263,7 @@ def test_a_site_with_other_code_of_the_users_method_is_refused(tmp_path, module)
 
 
 def test_a_node_that_fails_to_introduce_itself_is_asked_again(tmp_path):
-    method, here, transport = federation(tmp_path, "fedavg", split=FEW)
+    _, here, transport = federation(tmp_path, "fedavg", split=FEW)
     transport.behaviour["client 2", "query"] = raising
     assert [client.name for client in here.present()] == ["client 1", "client 3"]
     del transport.behaviour["client 2", "query"]
@@ -274,7 +274,7 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again(tmp_path):
 
 
 def test_of_two_sites_with_one_name_the_second_is_refused(tmp_path):
-    method, here, transport = federation(tmp_path, "fedavg", split=FEW)
+    _, here, transport = federation(tmp_path, "fedavg", split=FEW)
     transport.named = False
     transport.behaviour["client 2", "query"] = changed(
         lambda made: Payload({**made.words, "site": "client 1"})
