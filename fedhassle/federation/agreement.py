@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 import tomli_w
-from pydantic import AfterValidator as Checked
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 FORMAT = 1
 SIMULATED = ("data", "split")  # tables of a simulated run; in a federation the sites hold the data
-SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # settings for it alone
-SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site trains as it likes
+SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # the server's only
+SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site chooses these for itself
 LARGEST_SIDE = 4096
 MOST_SITES = 1_000_000
 WEEK = 7 * 24 * 3600
@@ -134,10 +134,10 @@ class DataTerms:
     """[data]: the form of every site's images, and the figures that a site reports of them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    class_names: Annotated[tuple[StrictStr, ...], Checked(_checked_classes)]
+    class_names: Annotated[tuple[StrictStr, ...], AfterValidator(_checked_classes)]
     height: Side
     width: Side
-    channels: Annotated[StrictInt, Checked(_checked_channels)]
+    channels: Annotated[StrictInt, AfterValidator(_checked_channels)]
     mean: tuple[Number, ...]  # per channel, of pixels in [0, 1]
     std: tuple[Number, ...]
     flip: StrictBool  # weak augmentation: random horizontal flip
@@ -166,11 +166,11 @@ class Agreement:
     """The whole file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    name: Annotated[StrictStr, Checked(_checked_name)]
-    address: Annotated[StrictStr, Checked(_checked_address)]  # of the server, for sites: host:port
-    data: Annotated[DataTerms, Checked(_checked_data)]
+    name: Annotated[StrictStr, AfterValidator(_checked_name)]
+    address: Annotated[StrictStr, AfterValidator(_checked_address)]  # of the server, for sites: host:port
+    data: Annotated[DataTerms, AfterValidator(_checked_data)]
     # Settings as `fedhassle run` takes them.
-    run: Annotated[dict[str, Any], Checked(_checked_run)] = field(default_factory=dict)
+    run: Annotated[dict[str, Any], AfterValidator(_checked_run)] = field(default_factory=dict)
     rules: Rules = Rules()
 
 

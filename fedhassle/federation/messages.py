@@ -165,7 +165,7 @@ def count_of(value: Any, what: str) -> int:
 
 
 def update_words(update: Update) -> dict[str, Any]:
-    """The part of an update beside its vectors: losses, and counts of pseudo-labels if they are known."""
+    """The rest of an update: losses, and counts of pseudo-labels if they are known."""
     losses = {name: float(loss) for name, loss in update.losses.items()}
     counts = None if update.labelling is None else [int(n) for n in update.labelling.tolist()]
     # JSON has neither NaN nor infinity.

@@ -217,7 +217,7 @@ def test_a_clock_that_differs_from_the_servers(papers):
 def test_the_clock_may_differ_as_much_as_flower_allows(seconds, ok):
     """A site ahead of the server by more than 5 seconds, or behind by more than 305, is refused by Flower."""
     now = datetime(2030, 1, 1, 12, 0, 0, 500_000, UTC)
-    clock = checks.judged_clock(http(now - timedelta(seconds=seconds)), now)
+    clock = checks.judged_clock(format_datetime(now - timedelta(seconds=seconds), usegmt=True), now)
     assert clock.ok is ok
     if not ok:
         side = "ahead of" if seconds > 0 else "behind"

@@ -73,7 +73,9 @@ def running_server(folder: FederationFolder) -> Iterator[subprocess.Popen[bytes]
     address = parsed_address(read_agreement(folder.agreement).address)
     tls = Tls(folder.ca, folder.certificate, folder.server_key)
     for file in tls:
-        require(file.is_file(), f"{file} is missing: run the server where you ran fedhassle federation init")
+        require(
+            file.is_file(), f"{file} is missing: start the server where `fedhassle federation init` was run"
+        )
     admitted(folder.path)  # raises if the record is damaged
     folder.server.mkdir(mode=0o700, exist_ok=True)
     home, log, link = flower_home(folder), server_log(folder), link_of(folder)
@@ -215,14 +217,14 @@ def connected_to(link: Link) -> Iterator[ControlHttpClient]:
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr")],
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"{link.ca} cannot be used: {error}") from error
+        raise UserError(f"the certificate {link.ca} cannot be used: {error}") from error
     try:
         yield client
     except httpx.HTTPStatusError as error:
         raise UserError(f"the server at {link.address} refuses: {error.response.text[:300]}") from error
     except httpx.HTTPError as error:
         raise UserError(
-            f"no server answers at {link.address}: start it with: fedhassle federation server ({error})"
+            f"no server answers at {link.address} ({error}): start it with `fedhassle federation server`"
         ) from error
     finally:
         client.close()

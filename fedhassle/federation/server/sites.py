@@ -63,9 +63,7 @@ class Sites:
         self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
         self.clock = Clock() if clock is None else clock
         self.joined: dict[str, JoinedSite] = {}
-        self._asked: dict[
-            str, ConnectedNode
-        ] = {}  # by request: nodes that have not introduced themselves yet
+        self._asked: dict[str, ConnectedNode] = {}  # by request: nodes that have not introduced themselves
         self._met: dict[ConnectedNode, float] = {}  # nodes that were asked, and the time to ask again
         self._late: dict[str, str] = {}  # by request: sites that have not answered in time
 

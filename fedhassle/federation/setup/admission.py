@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import AfterValidator as Checked
-from pydantic import StrictStr
+from pydantic import AfterValidator, StrictStr
 
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import checked
@@ -31,7 +30,7 @@ def _checked_key(key: str) -> str:
 class AdmittedSite:
     """A site that may join."""
 
-    key: Annotated[StrictStr, Checked(_checked_key)]  # a line of OpenSSH
+    key: Annotated[StrictStr, AfterValidator(_checked_key)]  # a line of OpenSSH
     since: StrictStr  # a date and time, ISO 8601
 
 
@@ -48,7 +47,7 @@ class AdmissionRecord:
     """The whole file; keys that are not known here are ignored."""
 
     format: Literal[1]
-    sites: dict[Annotated[StrictStr, Checked(checked_name)], AdmittedSite]  # by name
+    sites: dict[Annotated[StrictStr, AfterValidator(checked_name)], AdmittedSite]  # by name
     expelled: list[ExpelledKey] = field(default_factory=list)
 
 

@@ -28,6 +28,10 @@ from fedhassle.files import write_text
 CURVE = ec.SECP384R1
 CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # supported by both Flower and OpenSSH
 YEARS = 10  # the authority serves one federation only
+USES = (  # of a key, in X.509
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 EARLIER = timedelta(days=1)  # for sites whose clocks are slow
 
 
@@ -35,15 +39,13 @@ def make_ca(key: Path, certificate: Path, name: str, start: datetime | None = No
     """Makes the federation's certificate authority: its key, and the certificate for the sites."""
     made = ec.generate_private_key(CURVE())
     subject = _name(f"{name} CA")
-    usage = _usage(key_cert_sign=True, crl_sign=True)
+    usage = _usage("key_cert_sign", "crl_sign")
     builder = (
         _builder(subject, subject, made.public_key(), start)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
     )
-    require(
-        not certificate.exists(), f"{certificate} exists already, and nothing is overwritten: remove it first"
-    )
+    require(not certificate.exists(), f"{certificate} exists already: it is never overwritten")
     _write_private(key, _pem(made))
     write_text(certificate, _certificate_text(builder.sign(made, hashes.SHA384())))
 
@@ -62,14 +64,12 @@ def make_server_certificate(
     authority = read_certificate(ca_certificate)
     signer = _read_pem_key(ca_key)
     require(authority.public_key() == signer.public_key(), f"{ca_key} is not the key of {ca_certificate}")
-    require(
-        not certificate.exists(), f"{certificate} exists already, and nothing is overwritten: remove it first"
-    )
+    require(not certificate.exists(), f"{certificate} exists already: it is never overwritten")
     made = ec.generate_private_key(CURVE())
     builder = (
         _builder(_name(names[0]), authority.subject, made.public_key(), start)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(
@@ -248,20 +248,8 @@ def _name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])  # the longest that is allowed
 
 
-def _usage(
-    digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
-) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use in allowed for use in USES})
 
 
 def _alternative(name: str) -> x509.GeneralName:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import ssl
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -115,16 +117,17 @@ def check_method(agreement: Agreement) -> Check:
 
 def check_key(key: Path) -> Check:
     """Checks that the site's private key exists, is valid, and only its owner can read it."""
+    join = f"fedhassle federation join {key.parent.parent} --name {key.stem} --data IMAGES"
     if not key.exists():
-        return Check("key", False, f"{key} does not exist", "make a key with: fedhassle federation join")
+        return Check("key", False, f"{key} does not exist", f"make a key with: {join}")
     if others_may_read(key):
         said = f"other users of this machine can read {key} (mode {key.stat().st_mode & 0o777:04o})"
-        advice = f"run: chmod 600 {key} (if someone else has read it, delete it and join again)"
+        advice = f"run: chmod 600 {key} (if someone else has read it, delete it and run: {join})"
         return Check("key", False, said, advice)
     try:
         public = public_line(key, "")
     except UserError as error:
-        return Check("key", False, str(error), "delete it and make a new key with: fedhassle federation join")
+        return Check("key", False, str(error), f"delete it and make a new key with: {join}")
     return Check("key", True, fingerprint(public))
 
 
@@ -189,17 +192,15 @@ def check_certificate(address: Address, ca: Path, timeout: float = TIMEOUT) -> l
     except (UserError, ssl.SSLError, OSError) as error:
         advice = "ask the coordinator for ca.crt, and put it next to federation.toml"
         return [Check("certificate", False, str(error), advice), untried]
-    try:
-        with (
-            socket.create_connection(address, timeout) as plain,
-            context.wrap_socket(plain, server_hostname=address.host) as secure,
-        ):
-            known = f"{secure.version()}, certified by {_common_name(authority.subject)}"
-            return [Check("certificate", True, known), _clock(secure, address)]
-    except ssl.SSLCertVerificationError as error:
-        return [_explained(error, address, ca, timeout), untried]
-    except OSError as error:  # ssl.SSLError is one
-        return [_no_tls(error, address, timeout), untried]
+    with closing(HTTPSConnection(*address, timeout=timeout, context=context)) as server:
+        try:
+            server.connect()
+        except ssl.SSLCertVerificationError as error:
+            return [_explained(error, address, ca, timeout), untried]
+        except OSError as error:  # ssl.SSLError is one
+            return [_no_tls(error, address, timeout), untried]
+        known = f"{server.sock.version()}, certified by {_common_name(authority.subject)}"
+        return [Check("certificate", True, known), judged_clock(_date_of(server), datetime.now(UTC))]
 
 
 def _explained(error: ssl.SSLCertVerificationError, address: Address, ca: Path, timeout: float) -> Check:
@@ -221,59 +222,37 @@ def _explained(error: ssl.SSLCertVerificationError, address: Address, ca: Path, 
         advice += f"certificate that includes {address.host}"
     else:
         said = f"the server's certificate is not signed by {ca} ({error.verify_message})"
-        advice = (
-            "check that ca.crt is the one of this federation; if it is, someone else is answering instead "
-        )
-        advice += "of the server: do not join, and tell the coordinator"
+        advice = "check that ca.crt is the one of this federation; if it is, someone else answers instead of "
+        advice += "the server: do not join, and tell the coordinator"
     return Check("certificate", False, said, advice)
 
 
 def _no_tls(error: OSError, address: Address, timeout: float) -> Check:
     """Explains a server that does not answer by TLS."""
-    if _speaks_http(address, timeout):
-        said = "the server answers in plain HTTP, without encryption"
-        advice = "do not join; ask the coordinator to start it with: fedhassle federation server"
-        return Check("certificate", False, said, advice)
+    with closing(HTTPConnection(*address, timeout=timeout)) as server:
+        if _date_of(server) is not None:
+            said = "the server answers in plain HTTP, without encryption"
+            advice = "do not join; ask the coordinator to start it with: fedhassle federation server"
+            return Check("certificate", False, said, advice)
     reason = getattr(error, "reason", None) or error.strerror or str(error) or type(error).__name__
     advice = "check the port in federation.toml, and for a proxy or firewall in between"
     return Check("certificate", False, f"no TLS connection is possible: {reason}", advice)
 
 
-def _speaks_http(address: Address, timeout: float) -> bool:
-    """True if the server answers a request in plain HTTP."""
+def _date_of(server: HTTPConnection) -> str | None:
+    """The date in a server's answer, empty if it sends none; None if it does not answer in HTTP."""
     try:
-        with socket.create_connection(address, timeout) as plain:
-            plain.sendall(_request(address))
-            return plain.recv(5).startswith(b"HTTP/")
-    except OSError:
-        return False
+        server.request("HEAD", "/", headers={"Connection": "close"})
+        return server.getresponse().headers.get("Date", "")
+    except (OSError, HTTPException):
+        return None
 
 
-def _request(address: Address) -> bytes:
-    host = f"[{address.host}]" if ":" in address.host else address.host.encode("idna").decode()
-    return f"HEAD / HTTP/1.1\r\nHost: {host}:{address.port}\r\nConnection: close\r\n\r\n".encode()
-
-
-def _clock(secure: ssl.SSLSocket, address: Address) -> Check:
-    """Compares this machine's clock with the date in the server's HTTP answer."""
+def judged_clock(date: str | None, now: datetime) -> Check:
+    """Compares this machine's clock with the date in an HTTP answer that arrived at `now`."""
     try:
-        secure.sendall(_request(address))
-        head = b""
-        while b"\r\n\r\n" not in head and len(head) < 2**16 and (more := secure.recv(4096)):
-            head += more
-        now = datetime.now(UTC)
-    except OSError:
-        return Check("clock", True, "not checked: the server does not send its time")
-    return judged_clock(head, now)
-
-
-def judged_clock(head: bytes, now: datetime) -> Check:
-    """Checks the clock against the head of an HTTP answer that arrived at `now`."""
-    lines = head.decode("latin-1").split("\r\n")
-    dates = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("date:")]
-    try:
-        told = parsedate_to_datetime(dates[0])
-    except (IndexError, ValueError):
+        told = parsedate_to_datetime(date or "")
+    except ValueError:
         return Check("clock", True, "not checked: the server does not send its time")
     if told.tzinfo is None:
         told = told.replace(tzinfo=UTC)

@@ -110,9 +110,7 @@ class SiteNode:
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
-        require(
-            x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, the federation agreed on {shape}"
-        )
+        require(x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, but {shape} is agreed")
         require(
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
             f"expected one label below {len(agreed.class_names)} for each image",

@@ -27,7 +27,8 @@ def site_name(folder: FederationFolder, name: str | None) -> str:
         folder.site_key(name)  # raises if the name is not valid
         return name
     found = folder.keys
-    require(bool(found), f"{folder.private} contains no key: make one with: fedhassle federation join")
+    join = f"fedhassle federation join {folder.path} --name NAME --data IMAGES"
+    require(bool(found), f"{folder.private} contains no key; make one with: {join}")
     require(len(found) == 1, f"{folder.private} contains several keys: choose one, such as --name {found[0]}")
     return found[0]
 
