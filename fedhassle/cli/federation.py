@@ -46,21 +46,21 @@ def server(folder: Coordinators = FOLDER) -> None:
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement
-    from fedhassle.federation.server.host import hosted, server_log, watched
+    from fedhassle.federation.build import require_buildable
+    from fedhassle.federation.server.host import running_server, server_log, watch_sites
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
-    from fedhassle.federation.terms import require_buildable
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
     require_buildable(agreement)  # runs import their method in this process
     try:
-        with interruptible(), hosted(found) as process:
+        with interruptible(), running_server(found) as process:
             end_with_parent()
             say(f"{agreement.name}: ready at {agreement.address}; log in {server_log(found)}")
             if not admitted(found.path):
                 say("no site is admitted yet: fedhassle federation admit NAME NAME.pub")
-            for line in watched(found, process):
+            for line in watch_sites(found, process):
                 say(f"{datetime.now():%H:%M:%S} {line}")
     except KeyboardInterrupt:
         say("the server has stopped")
@@ -95,7 +95,7 @@ def node(
     from fedhassle.federation.agreement import read_agreement
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.federation.setup.preflight import preflight
-    from fedhassle.federation.site.supervise import attended, site_name
+    from fedhassle.federation.site.supervise import run_node, site_name
 
     require(device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {device!r}")
     folder = federation_folder(federation)
@@ -113,7 +113,7 @@ def node(
             log = folder.node(site) / "node.log"
             say(f"{site} joins {agreement.name} at {agreement.address}; log in {log}")
             more = {"device": device, "threads": str(threads)}
-            for line in attended(folder, site, agreement.address, about | more):
+            for line in run_node(folder, site, agreement.address, about | more):
                 say(line)
     except KeyboardInterrupt:
         say(f"{site} has disconnected")
@@ -149,8 +149,8 @@ def run(
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
+    from fedhassle.federation.build import agreed_method, empty_dataset, headline_of, settings_in
     from fedhassle.federation.setup.folder import federation_folder
-    from fedhassle.federation.terms import agreed_method, described, headline_of, settings_in
     from fedhassle.runs.folder import Folder, default_folder
     from fedhassle.settings.request import Request
 
@@ -162,7 +162,7 @@ def run(
     check_place(place, path)
     test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
-    agreed_method(settings, described(agreement))  # fail early: before waiting for sites
+    agreed_method(settings, empty_dataset(agreement))  # fail early: before waiting for sites
     say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
@@ -195,14 +195,14 @@ def checked_test(test: Path | None, place: Folder, agreement: Agreement) -> Path
     It is read here as well as in the server, so that the user sees the error.
     """
     from fedhassle.federation.server.audit import Audit
-    from fedhassle.federation.server.coordinate import coordinators_images
+    from fedhassle.federation.server.coordinate import read_test_images
 
     known = Audit(place.audit).tested_on() if test is None and place.audit.exists() else ""
     if test is None and not known:
         return None
     path = test or Path(known)
     try:
-        coordinators_images(path, agreement)
+        read_test_images(path, agreement)
     except UserError as error:
         advice = f"; the run used {path} so far: put it back, or choose another with --test"
         raise UserError(f"{error}{advice if known else ''}") from error
@@ -215,31 +215,31 @@ def follow_run(
     folder: FederationFolder, place: Folder, test: Path | None, rounds: int, headline: str
 ) -> None:
     """Starts a run, or finds the one that is running, and follows it to its end; Ctrl-C stops it."""
-    from fedhassle.federation.flower.processes import submit, undisturbed
-    from fedhassle.federation.server import control
-    from fedhassle.federation.server.follow import followed, so_far
+    from fedhassle.federation.flower.processes import submit, uninterrupted
+    from fedhassle.federation.server import host
+    from fedhassle.federation.server.follow import followed, read_position
     from fedhassle.federation.server.host import flower_home, link_of
     from fedhassle.files import wait_until_free
     from fedhassle.runs.live import follow
 
     link = link_of(folder)
-    alive = [one for one in control.runs(link) if one.alive]
+    alive = [one for one in host.runs(link) if one.alive]
     going = [one.id for one in alive if one.folder == str(place.path)]
     if alive and not going:
         raise UserError(
             f"another run is using these sites, in {alive[0].folder}: wait for its end, or follow it with "
             "--out and stop it with Ctrl-C (the run of a killed server ends within a minute)"
         )
-    seen = so_far(place)
+    seen = read_position(place)
     if going:
         say("the run is already in progress: following it")
     number = going[0] if going else submit(flower_home(folder), folder.agreement, place.path, test)
     try:
-        steps = followed(place, seen, lambda: control.is_alive(link, number), say)
+        steps = followed(place, seen, lambda: host.is_alive(link, number), say)
         follow(steps, rounds, headline, console)
     except KeyboardInterrupt:
-        with undisturbed():
-            control.stop(link, number)
+        with uninterrupted():
+            host.stop(link, number)
             wait_until_free(place.path)
         raise
 
@@ -248,9 +248,9 @@ def status(folder: Coordinators = FOLDER) -> None:
     """Show the admitted sites, which are connected, and the latest runs."""
     require_flower()
     from fedhassle.federation.agreement import agreement_hash, read_agreement
-    from fedhassle.federation.server import control
+    from fedhassle.federation.server import host
     from fedhassle.federation.server.audit import Audit
-    from fedhassle.federation.server.host import link_of, present
+    from fedhassle.federation.server.host import link_of, online_sites
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.runs.folder import Folder
@@ -258,8 +258,8 @@ def status(folder: Coordinators = FOLDER) -> None:
     found = federation_folder(folder)
     agreement, sites, link = read_agreement(found.agreement), admitted(found.path), link_of(found)
     say(f"{agreement.name} at {agreement.address}, agreement {agreement_hash(agreement)}")
-    up = control.answers(link)
-    there, runs = (present(link, sites), control.runs(link)[:FEW]) if up else (set[str](), [])
+    up = host.is_ready(link)
+    there, runs = (online_sites(link, sites), host.runs(link)[:FEW]) if up else (set[str](), [])
     refused = Audit(Folder(Path(runs[0].folder)).audit).refused() if runs else {}
     for name, site in sites.items():
         why = f"; refused by the last run: {refused[name]}" if name in refused else ""

@@ -23,7 +23,7 @@ from fedhassle.federation.flower.processes import free_port, interruptible, runn
 if TYPE_CHECKING:
     from subprocess import Popen
 
-    from fedhassle.federation.setup.demo import Place
+    from fedhassle.federation.setup.demo import DemoSite
 
 console = Console()
 say = partial(terminal.say, console)
@@ -44,9 +44,9 @@ def demo(
     federation_setup.require_flower()
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(empty, f"{out} already exists and is not empty: choose another --out")
-    from fedhassle.federation.setup.demo import write_places
+    from fedhassle.federation.setup.demo import write_demo_sites
 
-    places = write_places(out)
+    places = write_demo_sites(out)
     for place in places:
         say(f"{place.name:6} {place.size:,} images, {place.form}: {place.images}")
     coordinator, run = out / "coordinator", out / "run"
@@ -79,7 +79,7 @@ def found(coordinator: Path, rounds: int) -> None:
     federation_setup.init(address, settings, name="demo", like="fmnist-mini", out=coordinator)
 
 
-def join(coordinator: Path, place: Place) -> None:
+def join(coordinator: Path, place: DemoSite) -> None:
     """Joins as a site, and admits it as the coordinator."""
     given = place.images.parent / "federation"
     given.mkdir()
@@ -92,9 +92,9 @@ def join(coordinator: Path, place: Place) -> None:
     federation_setup.admit(place.name, key, coordinator)
 
 
-def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
+def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> None:
     """Starts the server and the nodes with their commands, and waits until all are connected."""
-    from fedhassle.federation.server.host import link_of, present
+    from fedhassle.federation.server.host import link_of, online_sites
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import FederationFolder
 
@@ -110,7 +110,7 @@ def start(stack: ExitStack, coordinator: Path, places: Sequence[Place]) -> None:
         show(*words)
         started.append((place.name, out, stack.enter_context(command(words, out))))
     for name, out, process in started:
-        here = partial(lambda name: name in present(link, admitted(coordinator)), name)
+        here = partial(lambda name: name in online_sites(link, admitted(coordinator)), name)
         wait_for(here, process, out, PATIENCE, f"the node of {name}")
     say("")
     say("the server and three nodes are running; their output is in server.out and node.out")

@@ -101,7 +101,7 @@ def init(
     require_flower()
     from fedhassle.data.site.labels import doubts
     from fedhassle.federation.agreement import Agreement, agreement_hash
-    from fedhassle.federation.setup.init import found_federation
+    from fedhassle.federation.setup.init import create_federation
     from fedhassle.federation.setup.keys import certificate_fingerprint
 
     terms = chosen_terms(classes, like, from_folder, labels, size, channels)
@@ -109,7 +109,7 @@ def init(
         terms, flip=terms.flip if flip is None else flip, crop=terms.crop if crop is None else crop
     )
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
-    made = found_federation(agreement, out, also or [])
+    made = create_federation(agreement, out, also or [])
     say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
     for doubt in doubts(terms.class_names):
         say(f"note: {doubt}")
@@ -169,12 +169,12 @@ def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
 def checked_run(agreement: Agreement) -> Agreement:
     """Returns the agreement with its main settings written out, once a run can be built from it."""
     from fedhassle.federation.agreement import checked_agreement, to_toml
-    from fedhassle.federation.terms import agreed_method, described, run_settings
+    from fedhassle.federation.build import agreed_method, empty_dataset, run_settings
     from fedhassle.settings.request import overlaid
 
     checked_agreement(to_toml(agreement), "these options")  # before PyTorch is loaded
     settings = run_settings(agreement)
-    agreed_method(settings, described(agreement))
+    agreed_method(settings, empty_dataset(agreement))
     shown = {
         "method": {"name": settings.method.name},
         "rounds": settings.rounds,

@@ -1,4 +1,4 @@
-"""A federation's run on disk: its folder, its best round, its end, and its going on after a cut."""
+"""A federation's run on disk: its folder, its best round, its end, and its resumption."""
 
 import json
 import os
@@ -6,17 +6,17 @@ import os
 import numpy as np
 import pytest
 import small
-from federations import FEW, FakeGrid, Flying, held, site, terms
+from federations import Flying, network, terms
 from small import metrics_of, same, summary_of, tensors_of
 
 import fedhassle
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Content
+from fedhassle.federation.messages import Payload
 from fedhassle.federation.server import coordinate as coordinating
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
-from fedhassle.federation.server.follow import Seen, followed, so_far
+from fedhassle.federation.server.follow import ReadPosition, followed, read_position
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import read_summary
 
@@ -28,13 +28,8 @@ RUN = """
 ALL = Split(small.SPLIT.labelled[:4], small.SPLIT.unlabelled[:4])
 
 
-def network(folder, agreed, split=FEW):
-    nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
-    return FakeGrid({k: node.answer for k, node in nodes.items()})
-
-
-def carried_out(folder, agreed, grid, test=None):
-    return list(coordinate(grid, agreed, folder, test, Flying().clock))
+def carried_out(folder, agreed, transport, test=None):
+    return list(coordinate(transport, agreed, folder, test, Flying().clock))
 
 
 def events_of(folder):
@@ -77,33 +72,33 @@ def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp
 
 
 def test_a_run_in_another_process_is_followed_by_its_folder(agreed, tmp_path):
-    """What an onlooker sees is what the run itself sees; one that began later sees what is new."""
-    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
-    first = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    """A follower sees the same steps as the run; one that starts later sees the new ones."""
+    transport, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    first = coordinate(transport, agreed, folder.path, None, Flying().clock)
     expected = [next(first), next(first)]
     first.close()
-    seen = so_far(folder)
-    second = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    seen = read_position(folder)
+    second = coordinate(transport, agreed, folder.path, None, Flying().clock)
 
     def meanwhile(seconds):
         expected.extend([step] if (step := next(second, None)) else [])
 
-    watched = list(followed(folder, Seen(), lambda: True, pause=meanwhile))
+    watched = list(followed(folder, ReadPosition(), lambda: True, pause=meanwhile))
     assert watched == expected and [step.t for step in watched] == [1, 2, 3, 4]
     assert [step.t for step in followed(folder, seen, lambda: True)] == [3, 4]
 
 
 def test_sites_are_counted_by_what_they_contribute(agreed, tmp_path):
     """Client 2 fails in every round, client 4 in one: neither counts where it sent nothing."""
-    grid, folder = network(tmp_path / "sites", agreed, ALL), Folder(tmp_path / "run")
-    grid.behaviour["client 2", "train"] = lambda answer, content: "the disk is full"
-    grid.behaviour["client 4", "train"] = lambda answer, content: (
-        "the disk is full" if content.words["round"] == 3 else answer(content)
+    transport, folder = network(tmp_path / "sites", agreed, ALL), Folder(tmp_path / "run")
+    transport.behaviour["client 2", "train"] = lambda answer, payload: "the disk is full"
+    transport.behaviour["client 4", "train"] = lambda answer, payload: (
+        "the disk is full" if payload.words["round"] == 3 else answer(payload)
     )
-    steps = carried_out(folder.path, agreed, grid)
+    steps = carried_out(folder.path, agreed, transport)
     three, two = ["client 1", "client 3", "client 4"], ["client 1", "client 3"]
     assert [[client.name for client in step.clients] for step in steps] == [three, three, two, three]
-    assert list(followed(folder, Seen(), lambda: True)) == steps
+    assert list(followed(folder, ReadPosition(), lambda: True)) == steps
     lines = [line["clients"] for line in metrics_of(folder.path)]
     assert lines == [{"full": 2, "partial": n, "unlabelled": 0} for n in (4, 3)]
     summary = summary_of(folder.path)
@@ -118,37 +113,37 @@ def test_sites_are_counted_by_what_they_contribute(agreed, tmp_path):
         assert (counts["full"], counts["partial"], counts["unlabelled"]) == (1, 2, 0)
 
 
-def test_a_line_of_metrics_that_is_half_written_does_not_end_the_following(agreed, tmp_path):
+def test_a_half_written_line_of_metrics_does_not_disturb_a_follower(agreed, tmp_path):
     folder = Folder(tmp_path / "run")
     steps = carried_out(folder.path, agreed, network(tmp_path / "sites", agreed))
     with folder.metrics.open("a") as file:
         file.write('{"round": 6, "accu')
-    assert list(followed(folder, Seen(), lambda: True)) == steps
+    assert list(followed(folder, ReadPosition(), lambda: True)) == steps
 
 
 def test_a_run_that_stops_or_vanishes_is_no_longer_followed(agreed, tmp_path):
-    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
-    steps = coordinate(grid, agreed, folder.path, None, Flying().clock)
+    transport, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    steps = coordinate(transport, agreed, folder.path, None, Flying().clock)
     next(steps)
     steps.close()
-    with pytest.raises(UserError, match="ended without a word"):
-        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
-    grid.gone = set(grid.sites)
-    seen = so_far(folder)
+    with pytest.raises(UserError, match="ended unexpectedly"):
+        list(followed(folder, ReadPosition(), lambda: False, pause=lambda seconds: None))
+    transport.gone = set(transport.sites)
+    seen = read_position(folder)
     with pytest.raises(UserError):
-        carried_out(folder.path, agreed, grid)
-    with pytest.raises(UserError, match="the run has stopped: after 120 s too few sites"):
+        carried_out(folder.path, agreed, transport)
+    with pytest.raises(UserError, match="the run has stopped: too few sites"):
         list(followed(folder, seen, lambda: True))
 
 
 def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
-    grid = network(tmp_path / "sites", agreed)
-    for name in grid.sites:  # of 4 evaluations the second finds the most
+    transport = network(tmp_path / "sites", agreed)
+    for name in transport.sites:  # of 4 evaluations the second finds the most
         scores = iter([1, 3, 2, 3])
-        grid.behaviour[name, "evaluate"] = lambda answer, content, scores=scores: hits(next(scores))
+        transport.behaviour[name, "evaluate"] = lambda answer, payload, scores=scores: hits(next(scores))
     every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     states = {}
-    for step in coordinate(grid, every, tmp_path / "run", None, Flying().clock):
+    for step in coordinate(transport, every, tmp_path / "run", None, Flying().clock):
         states[step.t] = tensors_of(small.checkpoints(tmp_path / "run")[-1])
     best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
     assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.3}
@@ -156,16 +151,16 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
 
 
-def test_the_best_round_is_never_one_that_the_coordinators_test_images_chose(tmp_path, monkeypatch):
-    """Validation finds 0.6, nothing, 0.7 and 0.8; in the gap the test images, at 0.95, stand in."""
+def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monkeypatch):
+    """Validation finds 0.6, nothing, 0.7 and 0.8; the test images, at 0.95, stand in for the missing one."""
     agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
-    grid, data = network(tmp_path / "sites", agreed), small.dataset()
+    transport, data = network(tmp_path / "sites", agreed), small.dataset()
     monkeypatch.setattr(coordinating, "accuracy", lambda *words: {"model": 0.95})
-    for name in grid.sites:
+    for name in transport.sites:
         answers = iter([hits(6), "busy", hits(7), hits(8)])
-        grid.behaviour[name, "evaluate"] = lambda answer, content, answers=answers: next(answers)
+        transport.behaviour[name, "evaluate"] = lambda answer, payload, answers=answers: next(answers)
     kept, test = [], (data.x_test, np.asarray(data.y_test, np.int64))
-    for _ in coordinate(grid, agreed, tmp_path / "run", test, Flying().clock):
+    for _ in coordinate(transport, agreed, tmp_path / "run", test, Flying().clock):
         best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
         kept.append((best.about["round"], best.about["validation"]["model"]))
     assert kept == [(1, 0.6), (1, 0.6), (3, 0.7), (4, 0.8)]
@@ -173,18 +168,18 @@ def test_the_best_round_is_never_one_that_the_coordinators_test_images_chose(tmp
 
 
 def hits(right):
-    return Content({"right": {"model": right}, "count": 10})
+    return Payload({"right": {"model": right}, "count": 10})
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_a_run_that_was_cut_goes_on_and_ends_in_the_same_bits(rounds, agreed, tmp_path):
+def test_an_interrupted_run_is_resumed_and_ends_in_the_same_bits(rounds, agreed, tmp_path):
     carried_out(tmp_path / "whole", agreed, network(tmp_path / "a", agreed, ALL))
-    grid = network(tmp_path / "b", agreed, ALL)
-    steps = coordinate(grid, agreed, tmp_path / "run", None, Flying().clock)
+    transport = network(tmp_path / "b", agreed, ALL)
+    steps = coordinate(transport, agreed, tmp_path / "run", None, Flying().clock)
     for _ in range(rounds):
         next(steps)
     steps.close()
-    # The sites were restarted meanwhile: what they keep lies on their disks.
+    # The sites are restarted: their memory is on their disks.
     carried_out(tmp_path / "run", agreed, network(tmp_path / "b", agreed, ALL))
     for name in ("model.safetensors", "best.safetensors"):
         assert same(tensors_of(tmp_path / "run" / name), tensors_of(tmp_path / "whole" / name))
@@ -196,50 +191,50 @@ def test_a_run_that_was_cut_goes_on_and_ends_in_the_same_bits(rounds, agreed, tm
         assert [e["round"] for e in events_of(tmp_path / "run") if e["event"] == "resumed"] == [2]
 
 
-def test_a_run_that_stops_says_why_in_its_audit_log_and_can_go_on(agreed, tmp_path):
-    grid = network(tmp_path / "sites", agreed)
+def test_a_run_that_stops_says_why_in_its_audit_log_and_can_be_resumed(agreed, tmp_path):
+    transport = network(tmp_path / "sites", agreed)
     for name in ("client 2", "client 3"):
-        grid.behaviour[name, "train"] = lambda answer, content: "the disk is full"
+        transport.behaviour[name, "train"] = lambda answer, payload: "the disk is full"
     with pytest.raises(UserError, match="client 2: the disk is full; client 3: the disk is full"):
-        carried_out(tmp_path / "run", agreed, grid)
+        carried_out(tmp_path / "run", agreed, transport)
     last = events_of(tmp_path / "run")[-1]
     assert last["event"] == "stopped" and "the disk is full" in last["why"]
-    grid.behaviour.clear()
-    assert len(carried_out(tmp_path / "run", agreed, grid)) == 4
+    transport.behaviour.clear()
+    assert len(carried_out(tmp_path / "run", agreed, transport)) == 4
     with pytest.raises(UserError, match="holds a finished run"):
-        carried_out(tmp_path / "run", agreed, grid)
+        carried_out(tmp_path / "run", agreed, transport)
 
 
-def test_a_run_whose_server_was_killed_was_not_asked_to_stop(agreed, tmp_path, monkeypatch):
-    """Flower ends its program in both cases, and in the same way."""
-    grid = network(tmp_path / "sites", agreed)
-    parents = {"asked": [7, 7], "killed": [7, 1]}  # before and after: who is left by its parent gets another
+def test_a_killed_server_and_a_stopped_run_have_different_reasons(agreed, tmp_path, monkeypatch):
+    """Flower ends the program in the same way in both cases."""
+    transport = network(tmp_path / "sites", agreed)
+    parents = {"asked": [7, 7], "killed": [7, 1]}  # before and after: an orphan gets another parent
     for name, (before, after) in parents.items():
         now = [before]
         monkeypatch.setattr(os, "getppid", lambda now=now: now[0])
 
-        def stopped(answer, content, now=now, after=after):
+        def stopped(answer, payload, now=now, after=after):
             now[0] = after
             raise SystemExit
 
-        grid.behaviour["client 2", "train"] = stopped
+        transport.behaviour["client 2", "train"] = stopped
         with pytest.raises(SystemExit):
-            carried_out(tmp_path / name, agreed, grid)
+            carried_out(tmp_path / name, agreed, transport)
     why = [events_of(tmp_path / name)[-1]["why"] for name in parents]
     assert why == ["it was asked to stop", "the server's process has ended"]
 
 
-def test_a_round_that_no_site_can_evaluate_is_left_out_but_saved(agreed, tmp_path, caplog):
-    grid = network(tmp_path / "sites", agreed)
+def test_a_round_that_no_site_can_evaluate_has_no_metrics_but_is_saved(agreed, tmp_path, caplog):
+    transport = network(tmp_path / "sites", agreed)
     calls = []
 
-    def first_in_vain(answer, content):
-        calls.append(content.words["round"])
-        return "busy" if content.words["round"] == 2 else answer(content)
+    def first_in_vain(answer, payload):
+        calls.append(payload.words["round"])
+        return "busy" if payload.words["round"] == 2 else answer(payload)
 
-    for name in grid.sites:
-        grid.behaviour[name, "evaluate"] = first_in_vain
-    steps = carried_out(tmp_path / "run", agreed, grid)
+    for name in transport.sites:
+        transport.behaviour[name, "evaluate"] = first_in_vain
+    steps = carried_out(tmp_path / "run", agreed, transport)
     assert [step.t for step in steps if step.metrics is not None] == [4]
     assert [line["round"] for line in metrics_of(tmp_path / "run")] == [4]
     assert {path.name for path in small.checkpoints(tmp_path / "run")} == {
@@ -248,7 +243,7 @@ def test_a_round_that_no_site_can_evaluate_is_left_out_but_saved(agreed, tmp_pat
     }
 
 
-def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
+def test_images_at_the_server_are_a_test_set_besides_validation(agreed, tmp_path):
     data = small.dataset()
     carried_out(
         tmp_path / "run",
@@ -267,8 +262,8 @@ def test_images_at_the_server_are_a_test_beside_validation(agreed, tmp_path):
     assert f"{row[0]} %" in tested and f"{row[1]} %" in tested
 
 
-def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
-    """And nothing says that sites did."""
+def test_images_at_the_server_stand_in_if_no_site_keeps_any(tmp_path):
+    """The card does not mention images of sites."""
     data, agreed = small.dataset(), terms(validation=0.0, run=RUN)
     small.save_images(tmp_path / "test.npz", data)
     carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed), tmp_path / "test.npz")
@@ -279,15 +274,15 @@ def test_images_at_the_server_judge_alone_where_no_site_keeps_any(tmp_path):
     assert not (tmp_path / "run" / "best.safetensors").exists()
 
 
-def test_the_audit_log_knows_what_a_run_is_tested_on(agreed, tmp_path):
-    """As it was told last; who goes on without a word has said nothing against it."""
-    grid, audit = network(tmp_path / "sites", agreed), Audit(tmp_path / "run" / "audit.jsonl")
+def test_the_audit_log_knows_the_test_images_of_a_run(agreed, tmp_path):
+    """The last path that was given; a resumed run without one keeps it."""
+    transport, audit = network(tmp_path / "sites", agreed), Audit(tmp_path / "run" / "audit.jsonl")
     assert audit.tested_on() == ""
     for name in ("a.npz", "b.npz"):
         small.save_images(tmp_path / name, small.dataset())
     for given, known in ((None, ""), ("a.npz", "a.npz"), (None, "a.npz"), ("b.npz", "b.npz")):
         test = tmp_path / given if given else None
-        steps = coordinate(grid, agreed, tmp_path / "run", test, Flying().clock)
+        steps = coordinate(transport, agreed, tmp_path / "run", test, Flying().clock)
         next(steps)
         steps.close()
         assert audit.tested_on() == (str(tmp_path / known) if known else "")
@@ -295,30 +290,30 @@ def test_the_audit_log_knows_what_a_run_is_tested_on(agreed, tmp_path):
         str(tmp_path / "a.npz"),
         str(tmp_path / "b.npz"),
     ]
-    carried_out(tmp_path / "other", agreed, grid, tmp_path / "a.npz")
+    carried_out(tmp_path / "other", agreed, transport, tmp_path / "a.npz")
     assert events_of(tmp_path / "other")[0]["test"] == str(tmp_path / "a.npz")
 
 
 def test_test_images_that_cannot_be_read_stop_the_run_with_the_reason(agreed, tmp_path):
-    """In its audit log, where whoever follows the run looks: it goes on in another process."""
-    grid, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+    """The reason is in the audit log, for the process that follows the run."""
+    transport, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
     (tmp_path / "test").mkdir()
     with pytest.raises(UserError, match="holds no images"):
-        carried_out(folder.path, agreed, grid, tmp_path / "test")
+        carried_out(folder.path, agreed, transport, tmp_path / "test")
     with pytest.raises(UserError, match=r"the run has stopped: .*test holds no images"):
-        list(followed(folder, Seen(), lambda: False, pause=lambda seconds: None))
+        list(followed(folder, ReadPosition(), lambda: False, pause=lambda seconds: None))
     small.save_images(tmp_path / "test.npz", small.dataset())
-    carried_out(folder.path, agreed, grid, tmp_path / "test.npz")
+    carried_out(folder.path, agreed, transport, tmp_path / "test.npz")
     assert "test" in metrics_of(folder.path)[-1]
 
 
-def test_nobody_to_judge_is_an_error_at_once(tmp_path):
+def test_a_run_without_images_to_evaluate_on_is_an_error(tmp_path):
     agreed = terms(run=RUN)
-    with pytest.raises(UserError, match="nobody could say how good the model is"):
+    with pytest.raises(UserError, match="cannot be evaluated"):
         carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
 
 
-def test_a_method_that_pools_data_is_no_federations(tmp_path):
+def test_a_method_that_pools_data_is_refused(tmp_path):
     agreed = terms(validation=0.3, run='method = "central"')
     with pytest.raises(UserError, match="method 'central' needs all data in one place"):
         carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
@@ -328,7 +323,7 @@ def test_a_method_that_pools_data_is_no_federations(tmp_path):
     "other",
     [terms(validation=0.2, run=RUN), terms(validation=0.3, run=RUN.replace("batch = 8", "batch = 4"))],
 )
-def test_a_run_does_not_go_on_with_another_agreement(other, agreed, tmp_path):
+def test_a_run_is_not_resumed_with_another_agreement(other, agreed, tmp_path):
     steps = coordinate(network(tmp_path / "a", agreed), agreed, tmp_path / "run", None, Flying().clock)
     next(steps)
     steps.close()

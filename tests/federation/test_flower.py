@@ -1,40 +1,42 @@
-"""A real federation on loopback: a SuperLink and three SuperNodes, with TLS and keys; and what can happen."""
+"""A real federation on loopback, with TLS and keys: a SuperLink, three SuperNodes, and their failures."""
 
 import json
 import os
-import signal
 import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import rogue
 import small
 import tomli_w
 import torch
 
+import fedhassle
 from fedhassle.data.site.folder import read_site
 from fedhassle.data.split.split import Split
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
-from fedhassle.federation.flower import processes
+from fedhassle.federation.build import dataset_of, run_settings
+from fedhassle.federation.flower import process_tree, processes
 from fedhassle.federation.server import host
-from fedhassle.federation.server.control import register, registered, runs, stop
+from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
-from fedhassle.federation.setup.init import found_federation
+from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
-from fedhassle.federation.site.node import parted
-from fedhassle.federation.site.supervise import IMPOSSIBLE
-from fedhassle.federation.terms import dataset_of, run_settings
+from fedhassle.federation.site.node import partition
+from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
 from fedhassle.settings.build import build_method, build_net
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
-LIMIT = 150.0  # seconds for anything that is waited for
+LIMIT = 150.0  # seconds to wait for anything
 SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
 ROGUE = "partial"
 
@@ -52,12 +54,12 @@ def agreement(address, rounds=3, every=3, minimum=2, timeout=60):
 
 
 class Deployment:
-    """A server and its nodes, each of which can be started and killed."""
+    """A server and its nodes, which can be started and killed."""
 
     def __init__(self, folder):
         self.folder, self.port = folder, processes.free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.files = found_federation(agreement(self.address), folder / "federation")
+        self.files = create_federation(agreement(self.address), folder / "federation")
         self.stack, self.server, self.nodes = ExitStack(), ExitStack(), {}
         self.stack.enter_context(self.server)
         rng = np.random.default_rng(0)
@@ -68,20 +70,20 @@ class Deployment:
             np.savez(folder / f"{name}.npz", x=x, y=np.where(np.arange(40) < labelled, y, -1))
 
     def key(self, name):
-        """A site's key pair; its public key as a line."""
+        """Makes a site's key pair; returns its public key as a line."""
         make_site_key(self.files.site_key(name), self.files.site_public(name), name)
         return read_public_key(self.files.site_public(name))
 
     def start_link(self):
         self.server.close()
-        self.link = self.server.enter_context(host.hosted(self.files))
-        self.let_in()
+        self.link = self.server.enter_context(host.running_server(self.files))
+        self.apply_admissions()
 
-    def let_in(self):
-        return list(host.let_in(host.link_of(self.files), admitted(self.files.path)))
+    def apply_admissions(self):
+        return list(host.apply_admissions(host.link_of(self.files), admitted(self.files.path)))
 
     def start_node(self, name, known_as=None):
-        """A node as `fedhassle federation node` starts it; the one of the rogue misbehaves when told."""
+        """Starts a node as `fedhassle federation node` does; that of ROGUE misbehaves when told."""
         config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
         about = {"site": name, "data": str(self.folder / f"{name}.npz"), "file": str(self.files.agreement)}
         config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
@@ -113,7 +115,7 @@ class Deployment:
         return [e for e in map(json.loads, lines) if e["event"] in kinds or not kinds]
 
     def until(self, name, ready, what):
-        """Waits for something in a run; that it stops before is an error, with all logs."""
+        """Waits for something in a run; fails with all logs if the run stops before."""
         deadline = time.monotonic() + LIMIT
         while not ready():
             stopped = [e for e in self.events(name)[self.before :] if e["event"] == "stopped"]
@@ -132,7 +134,7 @@ class Deployment:
 def deployment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flower")
     with pytest.MonkeyPatch.context() as patch:
-        here = [str(Path(__file__).parent), str(Path(processes.__file__).parents[2])]
+        here = [str(Path(rogue.__file__).parent), str(Path(fedhassle.__file__).parents[1])]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")])))
         made = Deployment(folder)
         with made.stack:
@@ -146,12 +148,12 @@ def deployment(tmp_path_factory):
 
 
 def simulated(deployment, rounds):
-    """The same federation in this process: its state after so many rounds."""
+    """The model of the same federation in this process, after these rounds."""
     agreed = read_agreement(deployment.files.agreement)
     images, labels, parts, start = [], [], [], 0
     for name in sorted(SITES):
         site = read_site(deployment.folder / f"{name}.npz", agreed.data.form)
-        parts.append([rows + start for rows in parted(site.x, site.y, agreed.data.validation)[:2]])
+        parts.append([rows + start for rows in partition(site.x, site.y, agreed.data.validation)[:2]])
         images.append(site.x)
         labels.append(site.y)
         start += len(site.y)
@@ -171,7 +173,7 @@ def assert_close(path, expected):
         assert vector.abs().max() > 1e-3
 
 
-# What happens
+# Runs
 
 
 def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
@@ -181,26 +183,26 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     rounds = deployment.events("equal", "round")
     assert [event["contributed"] for event in rounds] == [sorted(SITES)] * 3
     (line,) = small.metrics_of(deployment.folder / "equal")
-    assert set(line["sites"]) == {"full", "partial"}  # who holds no label judges nothing
+    assert set(line["sites"]) == {"full", "partial"}  # a site without labels cannot evaluate
 
 
-def test_a_node_that_sends_garbage_costs_its_rounds_itself_alone(deployment):
+def test_a_node_that_sends_garbage_costs_the_rounds_that_node_only(deployment):
     deployment.orders({"1": "nan", "2": "names", "3": "raise", "4": "shapes"})
     deployment.submit("garbage", rounds=5, every=5, minimum=2)
     deployment.finish("garbage")
     rounds = deployment.events("garbage", "round")
     assert [event["failed"] for event in rounds] == [[ROGUE]] * 4 + [[]]
     why = [event["why"] for event in deployment.events("garbage", "failed")]
-    for said, part in zip(why, ("NaN", "in place of", "MemoryError: no memory left", "entries"), strict=True):
+    for said, part in zip(why, ("NaN", "instead of", "MemoryError: no memory left", "entries"), strict=True):
         assert part in said
 
 
-def test_a_node_killed_in_mid_round_costs_that_round_itself_alone(deployment):
+def test_a_node_killed_in_mid_round_costs_the_round_that_node_only(deployment):
     deployment.orders({"2": "sleep"})
     asleep = deployment.folder / f"{ROGUE}.asleep"
     deployment.submit("killed", rounds=3, minimum=2, timeout=15)
     deployment.until("killed", asleep.exists, "round 2 at the site")
-    below = processes.children(deployment.nodes[ROGUE].pid)
+    below = process_tree.descendants(deployment.nodes[ROGUE].pid)
     deployment.nodes[ROGUE].kill()
     deployment.finish("killed")
     rounds = deployment.events("killed", "round")
@@ -212,19 +214,18 @@ def test_a_node_killed_in_mid_round_costs_that_round_itself_alone(deployment):
     (failed, *_) = deployment.events("killed", "failed")
     assert failed["site"] == ROGUE and failed["round"] == 2
     gone = time.monotonic() + LIMIT
-    while any(map(processes.is_alive, below)) and time.monotonic() < gone:
+    while any(map(process_tree.is_alive, below)) and time.monotonic() < gone:
         time.sleep(0.1)
-    assert not any(map(processes.is_alive, below))  # its worker does not outlive it
+    assert not any(map(process_tree.is_alive, below))  # its worker ends with it
 
 
 def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(deployment):
-    """With every site: whoever was killed before is back."""
+    """With every site, including the one that was killed before."""
     deployment.orders({})
     deployment.submit("resumed", rounds=6, every=2, minimum=3)
     deployment.until("resumed", lambda: len(deployment.events("resumed", "round")) >= 3, "three rounds")
-    below = processes.children(deployment.link.pid)
-    for pid in (deployment.link.pid, *below):
-        os.kill(pid, signal.SIGKILL)
+    for one in (psutil.Process(deployment.link.pid), *process_tree.descendants(deployment.link.pid)):
+        one.kill()
     deployment.link.wait()
     deployment.start_link()
     deployment.submit("resumed", rounds=6, every=2, minimum=3)
@@ -234,14 +235,14 @@ def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(
 
 
 def test_a_run_does_not_outlive_its_server(deployment):
-    """Where nothing could end it: it frees its folder and says why; nobody is said to have asked for it."""
+    """If the server is killed, its run frees its folder and logs the reason."""
     deployment.orders({})
     deployment.submit("left", rounds=50, minimum=3)
     deployment.until("left", lambda: deployment.events("left", "done"), "a round")
-    below = processes.children(deployment.link.pid)
-    coordinator = [pid for pid in below if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    for pid in {deployment.link.pid, *below} - set(coordinator):
-        os.kill(pid, signal.SIGKILL)
+    below = process_tree.descendants(deployment.link.pid)
+    coordinator = [one for one in below if "flwr-serverapp" in " ".join(one.cmdline())]
+    for one in {psutil.Process(deployment.link.pid), *below} - set(coordinator):
+        one.kill()
     deployment.link.wait()
     wait_until_free(deployment.folder / "left", LIMIT)
     (said,) = deployment.events("left", "stopped")
@@ -249,16 +250,16 @@ def test_a_run_does_not_outlive_its_server(deployment):
     deployment.start_link()
 
 
-def test_a_strangers_key_gets_in_nowhere(deployment):
-    """It knocks for a while, is told what to do, and is not to be started again."""
+def test_a_key_that_is_not_admitted_is_refused(deployment):
+    """Its node retries for a while, is told what to do, and must not be restarted."""
     deployment.stranger.wait(LIMIT)
-    assert deployment.stranger.returncode == IMPOSSIBLE
+    assert deployment.stranger.returncode == CANNOT_WORK
     said = (deployment.folder / "stranger.log").read_text(errors="replace")
     assert "Exit Code: 305" in said and "the server does not admit this key (SHA256:" in said
     assert "query message" not in said
 
 
-def test_plain_http_to_the_tls_port_gets_in_nowhere(deployment):
+def test_plain_http_to_the_tls_port_is_refused(deployment):
     with socket.create_connection(("127.0.0.1", deployment.port), timeout=LIMIT) as line:
         line.sendall(b"POST /v1/fleet/register-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         answer = b""
@@ -270,8 +271,8 @@ def test_plain_http_to_the_tls_port_gets_in_nowhere(deployment):
     assert b"HTTP/" not in answer
 
 
-def test_a_run_that_is_stopped_frees_its_folder_and_goes_on(deployment):
-    """All three sites are needed: with fewer it would go on without one that is slow to come back."""
+def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):
+    """With all three sites: otherwise it would continue without one that is slow to return."""
     link = host.link_of(deployment.files)
     number = deployment.submit("stopped", rounds=4, minimum=3)
     deployment.until("stopped", lambda: deployment.events("stopped", "done"), "a round")
@@ -288,15 +289,18 @@ def test_a_run_that_is_stopped_frees_its_folder_and_goes_on(deployment):
     assert_close(deployment.folder / "stopped" / "model.safetensors", simulated(deployment, 4))
 
 
-def test_a_site_that_is_expelled_in_mid_round_is_out(deployment):
-    """The round does not wait for it; its key gets in no more, neither now nor with another name."""
+def test_a_site_expelled_in_mid_round_is_out(deployment):
+    """The round does not wait for it; its key is refused from now on, under any name."""
     link, gone = host.link_of(deployment.files), deployment.files.path
     (deployment.folder / f"{ROGUE}.asleep").unlink(missing_ok=True)
     deployment.orders({"2": "sleep"})
     deployment.submit("expelled", rounds=3, minimum=2)
     deployment.until("expelled", (deployment.folder / f"{ROGUE}.asleep").exists, "round 2 at the site")
     key = expel_site(gone, ROGUE).key
-    assert deployment.let_in() == [f"{ROGUE} is let in no more"] and deployment.let_in() == []
+    assert (
+        deployment.apply_admissions() == [f"{ROGUE} is no longer admitted"]
+        and deployment.apply_admissions() == []
+    )
     deployment.finish("expelled")
     there = [ROGUE in event["contributed"] for event in deployment.events("expelled", "round")]
     assert there == [True, False, False]

@@ -1,4 +1,4 @@
-"""Keys and certificates: what Flower, OpenSSH and TLS take, and that nobody else reads a private key."""
+"""Keys and certificates: Flower, OpenSSH and TLS accept them, and nobody else can read a private key."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_private_keys_are_their_owners_alone(made):
+def test_only_the_owner_can_read_private_keys(made):
     assert mode(made / "private") == 0o700
     found = {(path.name, mode(path)) for path in (made / "private").iterdir()}
     assert found == {("ca.key", 0o600), ("server.key", 0o600), ("north.key", 0o600)}
@@ -49,8 +49,8 @@ def test_private_keys_are_their_owners_alone(made):
     assert keys.others_may_read(made / "north.pub")
 
 
-def test_a_private_key_is_private_from_its_first_moment(tmp_path, monkeypatch):
-    """Looked at while it is being written."""
+def test_a_private_key_is_private_from_the_moment_it_exists(tmp_path, monkeypatch):
+    """Checked while it is being written."""
     seen, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(os.fstat(handle).st_mode), sync(handle)))
     keys.make_site_key(tmp_path / "private" / "x.key", tmp_path / "x.pub", "x")
@@ -58,7 +58,7 @@ def test_a_private_key_is_private_from_its_first_moment(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         keys.make_site_key(tmp_path / "private" / "y.key", tmp_path / "y.pub", "y")
-    assert not (tmp_path / "private" / "y.key").exists()  # half a key would be in the way for ever
+    assert not (tmp_path / "private" / "y.key").exists()  # half a key would block the name for ever
 
 
 def test_public_files_hold_no_private_key(made):
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path):
         keys.make_site_key(tmp_path / "file" / "x.key", tmp_path / "x.pub", "x")
 
 
-def test_flower_takes_the_key_pair(made):
+def test_flower_accepts_the_key_pair(made):
     """By its own functions, as `flower-supernode` and `flwr supernode register` call them."""
     register = pytest.importorskip("flwr.cli.supernode.register")
     key = serialization.load_ssh_private_key((made / "private" / "north.key").read_bytes(), None)
@@ -150,7 +150,7 @@ def test_the_server_needs_the_key_of_the_authority(made, tmp_path):
 @pytest.mark.parametrize(
     "names", [[], [""], ["a b"], ["-x"], ["x/y"], ["*.example.org"], ["a" * 70], ["1.2.3.4:5"]]
 )
-def test_a_server_without_a_sound_name_is_a_user_error(made, tmp_path, names):
+def test_a_server_without_a_valid_name_is_a_user_error(made, tmp_path, names):
     server = tmp_path / "private" / "server.key", tmp_path / "server.crt"
     with pytest.raises(UserError):
         keys.make_server_certificate(*server, made / "private" / "ca.key", made / "ca.crt", names)
@@ -171,7 +171,7 @@ def openssh(public):
     return public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
-def test_a_public_key_is_read_whatever_stands_around_it(made, tmp_path):
+def test_a_public_key_is_read_whatever_is_around_it(made, tmp_path):
     line = " ".join((made / "north.pub").read_text().split()[:2])
     for text in (line, f"\n{line} north at Oslo\r\n\n", f"  {line}\n"):
         (tmp_path / "x.pub").write_text(text)
@@ -182,29 +182,29 @@ def test_a_public_key_is_read_whatever_stands_around_it(made, tmp_path):
 BAD = {
     "nothing": ("", "0 lines"),
     "two keys": ("ecdsa-sha2-nistp384 AAAA\necdsa-sha2-nistp384 BBBB\n", "2 lines"),
-    "words": ("no key at all", "no OpenSSH public key"),
-    "one word": ("x", "no OpenSSH public key"),
-    "bad base64": ("ecdsa-sha2-nistp384 !!!!", "no OpenSSH public key"),
-    "cut short": ("ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQ=", "no OpenSSH public key"),
-    "another kind": (openssh(ed25519.Ed25519PrivateKey.generate().public_key()), "another kind .ssh-ed25519"),
-    "a private key": ("-----BEGIN OPENSSH PRIVATE KEY-----\nx\n", "is a private key, which must never leave"),
-    "binary": (b"\xff\xfe", "no text"),
+    "words": ("no key at all", "not an OpenSSH public key"),
+    "one word": ("x", "not an OpenSSH public key"),
+    "bad base64": ("ecdsa-sha2-nistp384 !!!!", "not an OpenSSH public key"),
+    "cut short": ("ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQ=", "not an OpenSSH public key"),
+    "another kind": (openssh(ed25519.Ed25519PrivateKey.generate().public_key()), "ssh-ed25519"),
+    "a private key": ("-----BEGIN OPENSSH PRIVATE KEY-----\nx\n", "private key"),
+    "binary": (b"\xff\xfe", "not text"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_public_key_is_a_user_error(tmp_path, case):
+def test_a_wrong_public_key_is_a_user_error(tmp_path, case):
     content, message = BAD[case]
     (tmp_path / "x.pub").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=rf"x\.pub .*{message}"):
         keys.read_public_key(tmp_path / "x.pub")
 
 
-def test_what_is_no_private_key_is_a_user_error(made, tmp_path):
+def test_a_wrong_private_key_is_a_user_error(made, tmp_path):
     with pytest.raises(UserError, match="No such file"):
         keys.read_site_key(tmp_path / "none")
     (tmp_path / "x").write_text("x")
-    with pytest.raises(UserError, match="no OpenSSH private key"):
+    with pytest.raises(UserError, match="not an OpenSSH private key"):
         keys.read_site_key(tmp_path / "x")
     other = ed25519.Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -212,5 +212,5 @@ def test_what_is_no_private_key_is_a_user_error(made, tmp_path):
     (tmp_path / "x").write_bytes(other)
     with pytest.raises(UserError, match="another kind"):
         keys.read_site_key(tmp_path / "x")
-    with pytest.raises(UserError, match="holds no certificate"):
+    with pytest.raises(UserError, match="not a certificate"):
         keys.read_certificate(tmp_path / "x")

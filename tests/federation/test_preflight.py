@@ -1,4 +1,4 @@
-"""What a site checks before it joins, against servers on this machine that are right and wrong in turn."""
+"""The checks of a site before it joins, against right and wrong servers on this machine."""
 
 import contextlib
 import socket
@@ -20,7 +20,7 @@ from fedhassle.provenance import own_code
 
 TERMS = DataTerms(("cat", "dog"), 16, 16, 1, (0.0,), (1.0,), flip=True, crop=1)
 AGREEMENT = Agreement("Zoo", "localhost:8443", TERMS)
-PATIENCE = 5
+TIMEOUT = 5
 
 
 class Papers:
@@ -41,7 +41,7 @@ def papers(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(answer=b"", papers=None):
-    """A server that answers every request so, with TLS if it has papers; ends with the block."""
+    """A server that gives every request this answer, with TLS if it has papers; ends with the block."""
     context = None
     if papers is not None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -54,7 +54,7 @@ def serving(answer=b"", papers=None):
                 plain, _ = listener.accept()
             except OSError:
                 return  # closed
-            plain.settimeout(PATIENCE)
+            plain.settimeout(TIMEOUT)
             with contextlib.suppress(OSError), plain:
                 talk = context.wrap_socket(plain, server_side=True) if context else plain
                 with talk:
@@ -68,13 +68,13 @@ def serving(answer=b"", papers=None):
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 
 def http(date=None):
     line = f"Date: {format_datetime(date, usegmt=True)}\r\n" if date else ""
-    return f"HTTP/1.1 404 Not Found\r\n{line}Content-Length: 0\r\n\r\n".encode()
+    return f"HTTP/1.1 404 Not Found\r\n{line}Payload-Length: 0\r\n\r\n".encode()
 
 
 def closed_port():
@@ -83,7 +83,7 @@ def closed_port():
 
 
 def server_checks(address, ca):
-    found = checks.check_server(address, ca, PATIENCE)
+    found = checks.check_server(address, ca, TIMEOUT)
     assert [check.name for check in found] == ["address", "certificate", "clock"]
     assert all(check.ok or check.advice or check.said.startswith("not tried") for check in found)
     return found
@@ -101,11 +101,11 @@ def test_a_sound_server_passes(papers):
     assert clock.said.startswith("within ")
 
 
-def test_a_server_that_tells_no_time_passes(papers):
+def test_a_server_that_sends_no_time_passes(papers):
     for answer in (http(), b"", b"HTTP/1.1 200 OK\r\nDate: yesterday\r\n\r\n"):
         with serving(answer, papers) as address:
             clock = server_checks(address, papers.ca)[2]
-        assert clock.ok and "not known" in clock.said
+        assert clock.ok and "not checked" in clock.said
 
 
 def test_no_server_at_the_port(papers):
@@ -121,13 +121,13 @@ def test_an_unknown_name(papers, monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", unknown)
     reached = server_checks(Address("fl.invalid", 8443), papers.ca)[0]
-    assert not reached.ok and reached.said == "no address is known for fl.invalid" and "DNS" in reached.advice
+    assert not reached.ok and "fl.invalid" in reached.said and "DNS" in reached.advice
 
 
 @pytest.mark.parametrize(
     ("error", "said", "advice"),
     [
-        (TimeoutError("timed out"), "does not answer within", "port 8443 to be opened"),
+        (TimeoutError("timed out"), "does not answer within", "port 8443"),
         (OSError(101, "Network is unreachable"), "Network is unreachable", "network"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_server_that_cannot_be_reached(papers, monkeypatch, error, said, advic
     assert not reached.ok and said in reached.said and advice in reached.advice
 
 
-def test_a_host_name_that_cannot_be_one(papers):
+def test_an_impossible_host_name(papers):
     assert not server_checks(Address("a" * 70 + "ü", 8443), papers.ca)[0].ok
 
 
@@ -149,7 +149,7 @@ def test_an_expired_certificate(tmp_path):
     with serving(http(), old) as address:
         reached, certificate, clock = server_checks(address, old.ca)
     assert reached.ok and not certificate.ok and not clock.ok
-    assert "has expired (it holds from 20" in certificate.said
+    assert "has expired (valid from 20" in certificate.said
     assert f"clock says {datetime.now(UTC):%Y-%m}" in certificate.said and "timedatectl" in certificate.advice
 
 
@@ -166,13 +166,13 @@ def test_a_certificate_for_other_names(tmp_path, names):
     with serving(http(), other) as address:
         certificate = server_checks(address, other.ca)[1]
     assert not certificate.ok
-    assert certificate.said == f"the certificate is not for 127.0.0.1 but for {', '.join(names)}"
+    assert "127.0.0.1" in certificate.said and certificate.said.endswith(", ".join(names))
 
 
 def test_a_host_name_that_the_certificate_lacks(papers):
     with serving(http(), papers) as address:
         certificate = server_checks(Address("localhost", address.port), papers.ca)[1]
-    assert not certificate.ok and "is not for localhost but for 127.0.0.1" in certificate.said
+    assert not certificate.ok and "localhost" in certificate.said and "127.0.0.1" in certificate.said
 
 
 def test_the_certificate_of_another_authority(papers, tmp_path):
@@ -193,7 +193,7 @@ def test_plain_http(papers):
 def test_something_that_is_neither_tls_nor_http(papers, answer):
     with serving(answer) as address:
         certificate = server_checks(address, papers.ca)[1]
-    assert not certificate.ok and "no TLS connection comes about" in certificate.said
+    assert not certificate.ok and "no TLS connection" in certificate.said
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
@@ -217,14 +217,14 @@ def test_a_clock_that_differs_from_the_servers(papers):
 def test_the_clock_may_differ_as_much_as_flower_allows(seconds, ok):
     """A site ahead of the server by more than 5 seconds, or behind by more than 305, is refused by Flower."""
     now = datetime(2030, 1, 1, 12, 0, 0, 500_000, UTC)
-    clock = checks.judged_clock(http(now - timedelta(seconds=seconds)), now)
+    clock = checks.judged_clock(format_datetime(now - timedelta(seconds=seconds), usegmt=True), now)
     assert clock.ok is ok
     if not ok:
         side = "ahead of" if seconds > 0 else "behind"
-        assert clock.said == f"this machine's clock is {abs(seconds):,} s {side} the server's"
+        assert f"{abs(seconds):,} s {side} the server's" in clock.said
 
 
-# What is here
+# This machine
 
 
 def test_the_limits_of_the_clock_are_flowers_own():
@@ -248,7 +248,7 @@ def test_versions(monkeypatch, flower, torch, ok):
     assert ("fedhassle[flower]" in check.advice) is not ok
 
 
-def test_the_file_is_the_one_that_the_others_have():
+def test_the_agreement():
     known = agreement_hash(AGREEMENT)
     for expected in (None, known, f" {known.upper()}\n"):
         check = checks.check_agreement(AGREEMENT, expected)
@@ -257,13 +257,13 @@ def test_the_file_is_the_one_that_the_others_have():
     assert not check.ok and known in check.said and "0123" in check.said and "federation.toml" in check.advice
 
 
-def test_what_is_agreed_on_can_be_built_here(module):
+def test_the_method(module):
     check = checks.check_method(AGREEMENT)
     assert check.ok and check.said == "hassle"
     for run in ({"method": "own_check:Mine"}, {"net": "own_check:Mine"}):
         check = checks.check_method(replace(AGREEMENT, run=run))
         assert not check.ok and "'own_check:Mine' cannot be imported: ModuleNotFoundError" in check.said
-        assert "ask the coordinator for the file" in check.advice
+        assert "ask the coordinator" in check.advice
     module("own_check", "from fedhassle.methods import FedAvg as Mine")
     check = checks.check_method(replace(AGREEMENT, run={"method": "own_check:Mine"}))
     assert check.ok and check.said == f"own_check:Mine, code of own_check:Mine {own_code('own_check:Mine')}"
@@ -284,7 +284,7 @@ def test_the_key(tmp_path):
     key.chmod(0o600)
     key.write_text("x")
     check = checks.check_key(key)
-    assert not check.ok and "no OpenSSH private key" in check.said
+    assert not check.ok and "not an OpenSSH private key" in check.said
 
 
 def test_the_data(tmp_path):
@@ -301,14 +301,14 @@ def test_the_data(tmp_path):
     assert not check.ok and site is None and "'cow' is none of the classes" in check.said
 
 
-def test_all_of_it(papers, tmp_path):
+def test_all_checks(papers, tmp_path):
     place, key = tmp_path / "images", tmp_path / "private" / "north.key"
     place.mkdir()
     Image.new("L", (16, 16)).save(place / "1.png")
     keys.make_site_key(key, tmp_path / "north.pub", "north")
     with serving(http(datetime.now(UTC)), papers) as address:
         agreement = Agreement("Zoo", f"{address.host}:{address.port}", TERMS)
-        found = checks.preflight(agreement, papers.ca, key, place, expected_hash="0123", patience=PATIENCE)
+        found = checks.preflight(agreement, papers.ca, key, place, expected_hash="0123", timeout=TIMEOUT)
     names = ["versions", "agreement", "method", "key", "address", "certificate", "clock", "data"]
     assert [check.name for check in found] == names
     assert [check.name for check in found if not check.ok and check.name != "versions"] == ["agreement"]

@@ -1,4 +1,4 @@
-"""Federations in one process: sites that answer, a network that loses and garbles, and a clock that flies."""
+"""Federations in one process: sites, a transport that can lose messages, and a clock that jumps."""
 
 from dataclasses import dataclass, field
 
@@ -8,15 +8,18 @@ import small
 from fedhassle.data.split.split import Split
 from fedhassle.engine.device import Engine
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules
-from fedhassle.federation.flower.transport import Answer, Node, from_records, to_records
+from fedhassle.federation.flower.transport import Answer, ConnectedNode, from_records, to_records
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.federation.site.node import SiteNode
+from fedhassle.methods import METHODS
 from fedhassle.settings.request import parsed
 
 ENGINE = Engine(small.CPU)
 NET = "small:ConvNet"
+SHORT = {"batch": 8, "epochs": 1}
+FEW = Split(small.SPLIT.labelled[:3], small.SPLIT.unlabelled[:3])
 
 
 def terms(validation=0.0, run="", coarse=False, **rules):
@@ -25,6 +28,16 @@ def terms(validation=0.0, run="", coarse=False, **rules):
     data = DataTerms(("a", "b", "c", "d"), side, side, 1, (0.5,), (0.25,), False, 0, validation, coarse)
     settings = {"net": NET, **parsed(run, "run")}
     return Agreement("small", "127.0.0.1:9", data, settings, Rules(**{"timeout": 60, "wait": 120} | rules))
+
+
+def settings_of(name):
+    """Settings with which few steps use all that a method has."""
+    return {**SHORT, **small.TELLING.get(name, {})}
+
+
+def method_named(name):
+    """A method on the small network."""
+    return METHODS[name](net=small.net(), **settings_of(name))
 
 
 def held(data, split=small.SPLIT):
@@ -42,7 +55,7 @@ def site(folder, name, x, y, agreed=None):
 
 @dataclass
 class Flying:
-    """Time that passes when somebody waits."""
+    """A clock that advances only when somebody waits."""
 
     time: float = 0.0
 
@@ -55,17 +68,17 @@ class Flying:
 
 
 @dataclass
-class FakeGrid:
-    """Nodes that answer at once, unless they are told to misbehave; all goes through Flower's records."""
+class FakeTransport:
+    """Nodes that answer at once, unless they are told to misbehave; all messages pass Flower's records."""
 
-    sites: dict  # by name: (kind, content) -> content
-    named: bool = True  # whether keys were admitted under the sites' names
+    sites: dict  # by name: (kind, payload) -> payload
+    named: bool = True  # keys were admitted under the sites' names
     ids: dict = field(default_factory=dict)
     since: dict = field(default_factory=dict)
-    gone: set = field(default_factory=set)  # sites that are not there
-    behaviour: dict = field(default_factory=dict)  # (site, kind) -> what it does in place of answering
+    gone: set = field(default_factory=set)  # sites that are offline
+    behaviour: dict = field(default_factory=dict)  # by (site, kind): a function that answers instead
     answers: dict = field(default_factory=dict)
-    letters: list = field(default_factory=list)
+    requests: list = field(default_factory=list)
 
     def __post_init__(self):
         # Numbers in another order than names: nothing may depend on them.
@@ -73,21 +86,21 @@ class FakeGrid:
 
     def nodes(self):
         return [
-            Node(self.ids[name], name if self.named else "", self.since.get(name, "today"))
+            ConnectedNode(self.ids[name], name if self.named else "", self.since.get(name, "today"))
             for name in self.sites
             if name not in self.gone
         ]
 
-    def push(self, letters):
-        return [self.send(letter) for letter in letters]
+    def push(self, requests):
+        return [self.send(request) for request in requests]
 
-    def send(self, letter):
-        number = f"letter {len(self.letters)}"
-        self.letters.append(letter)
-        name = next(name for name, node in self.ids.items() if node == letter.node)
-        content = from_records(to_records(letter.content))
-        act = self.behaviour.get((name, letter.kind), lambda answer, content: answer(content))
-        made = act(lambda content: self.sites[name](letter.kind, content), content)
+    def send(self, request):
+        number = f"request {len(self.requests)}"
+        self.requests.append(request)
+        name = next(name for name, node in self.ids.items() if node == request.node)
+        payload = from_records(to_records(request.payload))
+        act = self.behaviour.get((name, request.kind), lambda answer, payload: answer(payload))
+        made = act(lambda payload: self.sites[name](request.kind, payload), payload)
         if made is not None:
             self.answers[number] = made
         return number
@@ -102,17 +115,16 @@ class FakeGrid:
         ]
 
 
-def federation(folder, method, name, data=None, agreed=None, split=small.SPLIT, settings=None):
-    """A federation of the sites of a split, and its network."""
+def network(folder, agreed, split=FEW):
+    """The sites of a split, and their transport."""
+    nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
+    return FakeTransport({k: node.answer for k, node in nodes.items()})
+
+
+def federation(folder, name, agreed=None, split=small.SPLIT):
+    """A method, a federation of the sites of a split that trains it, and its transport."""
     agreed = agreed or terms()
-    nodes = {
-        k: site(folder, k, x, y, agreed)
-        for k, (x, y) in held(small.dataset() if data is None else data, split).items()
-    }
-    grid = FakeGrid({k: node.answer for k, node in nodes.items()})
-    sites = Sites(grid, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
-    plan = {"run": "abc", "method": {"name": name, **(settings or {})}, "net": NET, "seed": 0}
-    return FlowerFederation(sites, plan), grid
-
-
-FEW = Split(small.SPLIT.labelled[:3], small.SPLIT.unlabelled[:3])
+    transport = network(folder, agreed, split)
+    sites = Sites(transport, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
+    plan = {"run": "abc", "method": {"name": name, **settings_of(name)}, "net": NET, "seed": 0}
+    return method_named(name), FlowerFederation(sites, plan), transport

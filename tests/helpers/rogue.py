@@ -1,4 +1,4 @@
-"""A node that misbehaves as a file beside its memory says: {round: what}. Without one it behaves."""
+"""A node that misbehaves as told by a file beside its memory, {round: what}; without one it behaves."""
 
 import json
 import sys
@@ -6,29 +6,29 @@ import time
 
 import numpy as np
 
-from fedhassle.federation.messages import Content
+from fedhassle.federation.messages import Payload
 from fedhassle.federation.site import supernode, worker
 from fedhassle.federation.site.node import SiteNode
 
 honest = SiteNode.train
 
 
-def train(self, content):
+def train(self, payload):
     orders = self.memory.parent / f"{self.name}.rogue"
     told = json.loads(orders.read_text()) if orders.exists() else {}
-    what = told.get(str(content.words["round"]))
+    what = told.get(str(payload.words["round"]))
     if what == "sleep":
         (self.memory.parent / f"{self.name}.asleep").touch()
         time.sleep(300)
     if what == "raise":
         raise MemoryError("no memory left")
-    answer = honest(self, content)
+    answer = honest(self, payload)
     if what == "nan":
-        return Content(answer.words, {k: v * np.float32("nan") for k, v in answer.arrays.items()})
+        return Payload(answer.words, {k: v * np.float32("nan") for k, v in answer.arrays.items()})
     if what == "names":
-        return Content(answer.words, {f"{k}'": v for k, v in answer.arrays.items()})
+        return Payload(answer.words, {f"{k}'": v for k, v in answer.arrays.items()})
     if what == "shapes":
-        return Content(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
+        return Payload(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
     return answer
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import small
-from federations import FEW, FakeGrid, Flying, held, site, terms
+from federations import FEW, FakeTransport, Flying, held, site, terms
 from small import assert_same_result, call, cut, metrics_of, resolved, summary_of
 
 from fedhassle.errors import UserError
@@ -385,7 +385,7 @@ def test_a_missing_package_is_an_error_before_the_run_begins(tool, module, four,
 
 def network(folder, agreed):
     nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), FEW).items()}
-    return FakeGrid({k: node.answer for k, node in nodes.items()})
+    return FakeTransport({k: node.answer for k, node in nodes.items()})
 
 
 def test_a_federation_is_tracked_without_figures_of_single_sites(tmp_path):

@@ -1,1 +1,1 @@
-"""All contact with Flower: transport, processes, patches, logs."""
+"""Contact with Flower: transport, processes, patches, logs."""

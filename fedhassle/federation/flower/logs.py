@@ -1,4 +1,4 @@
-"""The end of a log that another process writes."""
+"""Log lines of our own programs: writing them to a process's output, and reading them as the file grows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"  # of a node's log
-# A line of a run's log or, with the name of its author, of a node's, among those of others.
-SAID = re.compile(r"\d{4}-\d\d-\d\d (?P<time>\d\d:\d\d:\d\d),\d+ (?:fedhassle )?(?:[A-Z]+) (?P<what>.*)")
+# A line of a run's log, or of a node's log, which has the logger's name too and lines of Flower in between.
+LINE = re.compile(r"\d{4}-\d\d-\d\d (?P<time>\d\d:\d\d:\d\d),\d+ (?:fedhassle )?(?:[A-Z]+) (?P<message>.*)")
 
 
-def speak() -> None:
-    """What our own programs have to say goes to this process's output, in the form that `Tail` reads.
+def log_to_output() -> None:
+    """Sends our log lines to this process's output, in the format that `LogReader` reads.
 
-    Not by the root of all loggers, where Flower's would join in, down to its calls.
+    The root logger stays as it is: with a handler there, Flower would log every call.
     """
     handler, log = logging.StreamHandler(), logging.getLogger("fedhassle")
     handler.setFormatter(logging.Formatter(FORMAT))
@@ -23,19 +23,19 @@ def speak() -> None:
     log.propagate = False
 
 
-class Tail:
-    """The end of a log that another process writes."""
+class LogReader:
+    """Reads a log that another process writes."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
-        self.path, self.place = path, start
+        self.path, self.position = path, start
 
-    def said(self) -> list[str]:
-        """What our own programs have written since they were last asked, each with its time."""
+    def new_lines(self) -> list[str]:
+        """Our own lines since the last call, each with its time; lines of other programs are left out."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            file.seek(self.place)
+            file.seek(self.position)
             whole = file.read().rpartition(b"\n")[0]
-        self.place += len(whole) + bool(whole)
-        found = [SAID.fullmatch(line) for line in whole.decode("utf-8", "replace").splitlines()]
-        return [f"{match['time']} {match['what']}" for match in found if match]
+        self.position += len(whole) + bool(whole)
+        found = [LINE.fullmatch(line) for line in whole.decode("utf-8", "replace").splitlines()]
+        return [f"{match['time']} {match['message']}" for match in found if match]

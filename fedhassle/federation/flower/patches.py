@@ -1,11 +1,13 @@
-"""How often to look whether there is something to do; and Flower's own waits, too long or too short.
+"""Patches of Flower's waiting times and retries, for which it has no settings.
 
-Flower's SuperNode sleeps three seconds where it finds no message, and whoever finds a message before its
-parts have arrived waits a second for them: with rounds of seconds, most of a round. A node that was killed
-and is started again gives up at once, since for a minute the SuperLink takes it to be there still. And one
-that had an answer ready when its run was stopped sends every later one a message too late.
-There is no setting for any of it, so it is replaced where it is looked up, here and nowhere else. A test
-makes sure that it is there in the versions of Flower that this package admits.
+- A SuperNode sleeps three seconds when it finds no message, and a program that finds a message before its
+  parts have arrived waits a second for them: most of a round, if rounds take seconds.
+- A node that was killed and restarted gives up at once, since the SuperLink still counts it as online for a
+  minute.
+- A node with an answer ready when its run was stopped sends every later answer one message too late.
+
+Each is replaced in the module that looks it up, here and nowhere else. A test checks that the replaced parts
+exist in the versions of Flower that this package admits.
 """
 
 from __future__ import annotations
@@ -26,57 +28,57 @@ T = TypeVar("T")
 
 log = logging.getLogger("fedhassle")
 
-AT_NODE, AT_SERVER = "flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid"
-NOT_LET_IN = 2004  # the error of a SuperLink that takes a node to be there which calls to say that it is back
+SUPERNODE, SERVER_GRID = "flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid"
+NOT_ACTIVATED = 2004  # Flower's error code: the key is not admitted, or the node counts as online already
 
-SHARE = 0.05  # of the time that was waited already: so late one may be, at most
-IDLE = 3.0  # seconds that a SuperNode sleeps where it was sent nothing; shorter sleeps wait for its worker
-RETURN, KNOCK = 75.0, 3.0  # seconds that a node which is back tries to be let in, and between two tries
+SHARE = 0.05  # of the time waited so far: the longest delay that polling adds
+IDLE = 3.0  # seconds that a SuperNode sleeps without messages; its shorter sleeps wait for its worker
+RETRY_FOR, RETRY_EVERY = 75.0, 3.0  # seconds in which a restarted node tries to be activated
 FIRST_RETRY, LAST_RETRY = 0.05, 1.0  # seconds to wait for the parts of a message
 
 
-class Pace:
-    """Naps that grow with the time that has been waited: what is late is late by a share of it."""
+class Backoff:
+    """Polling intervals that grow with the time waited so far."""
 
     def __init__(self, fastest: float, slowest: float) -> None:
         self.fastest, self.slowest = fastest, slowest
         self.since = time.monotonic()
 
     def reset(self) -> None:
-        """There was something to do."""
+        """Starts again with the shortest interval: there was work."""
         self.since = time.monotonic()
 
-    def nap(self) -> float:
-        """Seconds until the next look."""
+    def interval(self) -> float:
+        """Seconds until the next poll."""
         return min(self.slowest, max(self.fastest, SHARE * (time.monotonic() - self.since)))
 
 
-def hurry_node(kept_out: Callable[[], None]) -> None:
-    """Lets a SuperNode look for messages more often while a run is going on.
+def patch_supernode(on_refused: Callable[[], None]) -> None:
+    """Makes a SuperNode poll more often during a run, and retry its activation.
 
-    `kept_out` is called before it ends because the SuperLink does not let it in.
+    `on_refused` is called before it ends because the SuperLink does not admit its key.
     """
-    pace = Pace(fastest=0.1, slowest=IDLE)
+    backoff = Backoff(fastest=0.1, slowest=IDLE)
 
     def sleep(seconds: float) -> None:
         if seconds < IDLE:
-            pace.reset()
+            backoff.reset()
             time.sleep(min(seconds, 0.05))
         else:
-            time.sleep(pace.nap())
+            time.sleep(backoff.interval())
 
-    node: Any = import_module(AT_NODE)
+    node: Any = import_module(SUPERNODE)
     node.time = SimpleNamespace(sleep=sleep)
     shorten_retries(node)
     node._push_messages = push_until_sent(node._push_messages)
     client: Any = FleetHttpClient
-    client.ActivateNode = retry_activation(client.ActivateNode, kept_out)
+    client.ActivateNode = retry_activation(client.ActivateNode, on_refused)
 
 
 def push_until_sent(push: Callable[..., None]) -> Callable[..., None]:
-    """A SuperNode's sending of answers, made again until that to its last message is among them.
+    """Repeats a SuperNode's sending of answers until the answer to its last message has gone out.
 
-    It ends with the first answer that there is, which may be one left over from a run that was stopped.
+    Flower's own function stops after the first answer, which may be left over from a stopped run.
     """
 
     def call(*, state: Any, **rest: Any) -> None:
@@ -84,47 +86,47 @@ def push_until_sent(push: Callable[..., None]) -> Callable[..., None]:
             messages = {key: entry.message.metadata for key, entry in state.msg_store.items()}
         last = [key for key, about in messages.items() if not about.reply_to_message_id][-1:]
         push(state=state, **rest)
-        while any(key in state.msg_store for key in last):  # what is answered is deleted
+        while any(key in state.msg_store for key in last):  # answered messages are deleted
             push(state=state, **rest)
 
     return call
 
 
-def retry_activation(activate: Callable[..., T], kept_out: Callable[[], None]) -> Callable[..., T]:
-    """A call by which a node says that it is there, made again while the SuperLink does not let it in.
+def retry_activation(activate: Callable[..., T], on_refused: Callable[[], None]) -> Callable[..., T]:
+    """Repeats a node's activation while the SuperLink refuses it.
 
-    `kept_out` is called where that does not change: its key is not admitted.
+    Calls `on_refused` if that does not change in time: then the key is not admitted.
     """
 
     def call(*words: Any) -> T:
-        deadline, told = time.monotonic() + RETURN, False
+        deadline, told = time.monotonic() + RETRY_FOR, False
         while True:
             try:
                 return activate(*words)
             except httpx.HTTPStatusError as error:
                 said = FlowerError.from_json(error.response.text)
-                if said is None or said.code != NOT_LET_IN:
+                if said is None or said.code != NOT_ACTIVATED:
                     raise
                 if time.monotonic() > deadline:
-                    kept_out()
+                    on_refused()
                     raise
             if not told:
                 log.warning(
-                    "the server does not let this node in: its key is not admitted, or it was killed less "
-                    "than a minute ago; trying again for %.0f s",
-                    RETURN,
+                    "the server refuses this node: its key is not admitted, or the node was killed less than "
+                    "a minute ago; trying again for %.0f s",
+                    RETRY_FOR,
                 )
             told = True
-            time.sleep(KNOCK)
+            time.sleep(RETRY_EVERY)
 
     return call
 
 
-def hurry_server() -> None:
-    """Lets the server's program look sooner for parts of a message that have not arrived yet."""
-    shorten_retries(import_module(AT_SERVER))
+def patch_server() -> None:
+    """Makes the server's program poll sooner for parts of a message that have not arrived yet."""
+    shorten_retries(import_module(SERVER_GRID))
 
 
 def shorten_retries(module: Any) -> None:
-    """Shorter waits for the parts of a message."""
+    """Shortens a module's waits for the parts of a message."""
     module.pull_objects = partial(module.pull_objects, initial_backoff=FIRST_RETRY, backoff_cap=LAST_RETRY)

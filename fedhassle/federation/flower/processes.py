@@ -1,4 +1,4 @@
-"""SuperLink, SuperNodes and Flower's commands as processes of ours: started, waited for, and ended."""
+"""SuperLink, SuperNodes and Flower's commands as processes: starts them, waits for them, ends them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,7 @@ from fedhassle.errors import UserError
 from fedhassle.files import write_text
 
 CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
-PARENT = "FEDHASSLE_PARENT"  # the variable with the number of the process that started one
-GRACE = 10.0  # seconds that a process has to end by itself
-PROC = Path("/proc")  # where Linux tells of processes
+PARENT = "FEDHASSLE_PARENT"  # environment variable: the id of the process that started this one
 
 
 class Tls(NamedTuple):
@@ -36,11 +34,11 @@ class Tls(NamedTuple):
 
 
 def environment(home: Path | None) -> dict[str, str]:
-    """That of Flower's processes: a home of our own, nothing sent to its makers, its programs found.
+    """The environment of Flower's processes: a home of our own, and no telemetry.
 
-    Its programs start each other by name; an environment that is not activated has them beside Python. They
-    import what this command does: methods of one's own in the working folder, and the package that runs here,
-    be it installed or not.
+    Flower's programs start each other by name, so the folder of this Python is on PATH even if its virtual
+    environment is not activated. They import what this command imports: the user's own methods in the working
+    folder, and this package, installed or not.
     """
     own = {} if home is None else {"FLWR_HOME": str(home.resolve())}
     package = str(Path(fedhassle.__file__).resolve().parents[1])
@@ -58,16 +56,19 @@ def environment(home: Path | None) -> dict[str, str]:
 
 
 def program_path(name: str) -> str:
-    """A program of the environment that this Python is of, whether that is activated or not."""
+    """The path of a program in this Python's environment, activated or not."""
     return str(Path(sys.executable).parent / name)
 
 
 @contextmanager
 def running(command: Sequence[str], home: Path | None, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a log of its own, ended with all its children however the block ends.
+    """Runs a process with its own log file; ends it and all its children when the block ends.
 
-    `home`: where Flower's own files lie, if it has any.
+    `home`: the folder of Flower's own files, if it has any.
     """
+    # psutil comes with the extra `flower`; the command line imports this module without it.
+    from fedhassle.federation.flower.process_tree import end
+
     if home is not None:
         home.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -78,153 +79,88 @@ def running(command: Sequence[str], home: Path | None, log: Path) -> Iterator[su
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a group of its own, so that its children can be ended with it
+            start_new_session=True,  # a process group of its own, so that its children can be ended with it
         )
     try:
         yield process
     finally:
-        with undisturbed():
+        with uninterrupted():
             end(process)
+
+
+# Signals
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Whoever asks this process to end, by Ctrl-C, kill or a closed terminal, interrupts the block."""
+    """Turns Ctrl-C, kill and a closed terminal into KeyboardInterrupt inside the block."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with handling(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with signals_handled_by(interrupt):
         yield
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """While a block cleans up nobody interrupts it."""
-    with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+def uninterrupted() -> Iterator[None]:
+    """Ignores Ctrl-C, kill and a closed terminal inside the block, so that it can clean up."""
+    with signals_handled_by(signal.SIG_IGN):
         yield
 
 
 @contextmanager
-def handling(how: Any, *signals: signal.Signals) -> Iterator[None]:
-    """What becomes of signals while a block runs; only the main thread may say so."""
+def signals_handled_by(handler: Any) -> Iterator[None]:
+    """Sets a handler for the signals that end a process, inside the block; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {one: signal.signal(one, how) for one in signals}
+    before = {one: signal.signal(one, handler) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for one, previous in before.items():
+            signal.signal(one, previous)
+
+
+# Parents
+
+
+def terminate_self() -> None:
+    """Sends SIGTERM to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_parent() -> None:
-    """Ends this process, as if it were asked to, once the one that started it by `running` is gone."""
+    """Ends this process by SIGTERM once the process that started it by `running` has ended."""
     if PARENT in os.environ:
         end_with(int(os.environ.pop(PARENT)))
 
 
-def end_with(parent: int) -> None:
-    """Ends this process, as if it were asked to, once its parent is another one."""
+def end_with(parent: int, end: Callable[[], None] = terminate_self) -> None:
+    """Watches the parent process in a thread, and calls `end` once it has ended."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        end()
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def is_left_by(parent: int, seconds: float = 1.0) -> bool:
-    """Whether the process that started this one has ended, or does within a moment."""
+def outlives(parent: int, seconds: float = 1.0) -> bool:
+    """True if this process's parent has ended, or does so within a moment."""
     deadline = time.monotonic() + seconds
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.05)
     return os.getppid() != parent
 
 
-def end(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
-    """Ends a process, then what is left of its group and of those below it that have left the group.
-
-    First by request, then by force. The group is the one that the process leads, so never this process's
-    own; where it leads none, there is none of that number.
-    """
-    group, below = process.pid, children(process.pid)
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    for force in (signal.SIGTERM, signal.SIGKILL):
-        if group_is_alive(group):
-            with suppress(OSError):
-                os.killpg(group, force)
-        for pid in filter(is_alive, below):
-            if group_of(pid) != group:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, force)
-        deadline = time.monotonic() + grace
-        while (group_is_alive(group) or any(map(is_alive, below))) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    """The processes below a process, the nearest first; none where the system does not tell."""
-    near = [child for task in entries(PROC / str(pid) / "task") for child in started_by(task)]
-    return near + [far for child in near for far in children(child)]
-
-
-def entries(folder: Path) -> list[Path]:
-    """What is in a folder; nothing where there is none."""
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def started_by(task: Path) -> list[int]:
-    """The processes that a thread has started; none of a thread that has ended meanwhile."""
-    try:
-        return [int(child) for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-
-
-def group_is_alive(group: int) -> bool:
-    """Whether a process of a group is there and not merely waiting to be buried, where the system tells."""
-    try:
-        os.killpg(group, 0)
-    except OSError:
-        return False
-    found = [int(path.name) for path in entries(PROC) if path.name.isdigit()]
-    return not found or any(group_of(pid) == group and is_alive(pid) for pid in found)
-
-
-def group_of(pid: int) -> int | None:
-    """The group of a process; None of one that is gone."""
-    told = told_of(pid)
-    return int(told[2]) if told else None
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process is there and not merely waiting to be buried."""
-    told = told_of(pid)
-    return bool(told) and told[0] != "Z"
-
-
-def told_of(pid: int) -> list[str]:
-    """What the system tells of a process: state, parent, group and more; nothing once it is gone."""
-    try:
-        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+# Flower's programs
 
 
 def superlink_command(tls: Tls, port: int, database: Path, host: str = "127.0.0.1") -> list[str]:
-    """A SuperLink with TLS, that admits registered keys alone and installs nothing."""
+    """The command of a SuperLink with TLS that admits registered keys only, and installs nothing."""
     return [
         *(sys.executable, "-m", "fedhassle.federation.server.superlink"),
         *("--host", host, "--port", str(port), "--database", str(database)),
@@ -235,9 +171,9 @@ def superlink_command(tls: Tls, port: int, database: Path, host: str = "127.0.0.
 
 
 def supernode_command(address: str, ca: Path, key: Path, config: Path) -> list[str]:
-    """A SuperNode for a SuperLink's address; `config`: the TOML file with what its worker needs to know.
+    """The command of a SuperNode that connects to `address`; `config` is the TOML file for its worker.
 
-    Its own port is for its worker alone, which runs beside it.
+    The SuperNode's own port is on loopback, for its worker.
     """
     return [
         *(sys.executable, "-m", "fedhassle.federation.site.supernode"),
@@ -247,36 +183,36 @@ def supernode_command(address: str, ca: Path, key: Path, config: Path) -> list[s
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+    """A free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def connect(home: Path, address: str, ca: Path) -> None:
-    """Writes where the SuperLink is, for Flower's commands."""
+    """Writes the SuperLink's address and certificate for Flower's commands."""
     table = {"address": address, "root-certificates": str(ca.resolve())}
     write_text(home / "config.toml", tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: table}}))
 
 
 def flwr(home: Path, *words: str, timeout: float = 120.0) -> dict[str, Any]:
-    """One of Flower's commands; its answer, or an error with what it said."""
+    """Runs one of Flower's commands and returns its answer; raises with its error message."""
     command = [program_path("flwr"), *words, "--format", "json"]
     try:
         done = subprocess.run(
             command, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"flwr {words[0]} did not work: {error}") from error
+        raise UserError(f"flwr {words[0]} failed: {error}") from error
     answer = json_in(done.stdout)
     if not answer.get("success"):
         said = answer.get("error-message") or (done.stdout + done.stderr).strip()[-500:]
-        raise UserError(f"flwr {' '.join(words[:2])} did not work: {said}")
+        raise UserError(f"flwr {' '.join(words[:2])} failed: {said}")
     return answer
 
 
 def json_in(text: str) -> dict[str, Any]:
-    """The JSON object that an output ends in; none if there is none."""
+    """The JSON object at the end of an output; empty if there is none."""
     for start in (i for i, character in enumerate(text) if character == "{"):
         try:
             found = json.loads(text[start:])
@@ -289,7 +225,7 @@ def json_in(text: str) -> dict[str, Any]:
 def wait_for(
     ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, seconds: float, what: str
 ) -> None:
-    """Waits for something that a process is to bring about; its end, or the time's, is an error."""
+    """Waits until `ready`; raises with the end of the log if the process ends before, or time runs out."""
     deadline = time.monotonic() + seconds
     while not ready():
         if process.poll() is not None:
@@ -300,21 +236,15 @@ def wait_for(
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The end of a log."""
+    """The last lines of a log, in one line."""
     lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
     return " | ".join(line.strip() for line in lines[-count:] if line.strip())
 
 
-def submit(home: Path, file: Path, folder: Path, test: Path | None = None) -> int:
-    """Starts a run by the federation's file in a folder, both on the SuperLink's machine; its number."""
-    config = {"file": str(file.resolve()), "folder": str(folder.resolve())}
-    config["test"] = str(test.resolve()) if test else ""
-    path = home / "run.toml"
-    write_text(path, tomli_w.dumps(config))
-    app = write_app(home / "app")
-    return int(flwr(home, "run", str(app), CONNECTION, "--run-config", str(path))["run-id"])
+# Runs
 
-
+# Flower is given an app of two modules, which import what is installed here anyway.
+APP = {"at_server": "fedhassle.federation.server.serverapp", "at_site": "fedhassle.federation.site.clientapp"}
 APP_TOML = {
     "project": {"name": "fedhassle-federation", "version": "1.0.0", "description": "", "license": "MIT"},
     "tool": {
@@ -327,16 +257,24 @@ APP_TOML = {
         }
     },
 }
-MODULES = {
-    "at_server": "fedhassle.federation.server.serverapp",
-    "at_site": "fedhassle.federation.site.clientapp",
-}
+
+
+def submit(home: Path, file: Path, folder: Path, test: Path | None = None) -> int:
+    """Starts a run and returns its number; all paths are on the SuperLink's machine.
+
+    `file`: the federation's file; `folder`: the run's; `test`: labelled test images.
+    """
+    config = {"file": str(file.resolve()), "folder": str(folder.resolve())}
+    config["test"] = str(test.resolve()) if test else ""
+    path = home / "run.toml"
+    write_text(path, tomli_w.dumps(config))
+    app = write_app(home / "app")
+    return int(flwr(home, "run", str(app), CONNECTION, "--run-config", str(path))["run-id"])
 
 
 def write_app(folder: Path) -> Path:
-    """The app that Flower is given: two lines that name what is installed here anyway."""
+    """Writes the app that Flower is given."""
     write_text(folder / "pyproject.toml", tomli_w.dumps(APP_TOML))
-    for name, module in MODULES.items():
-        lines = f"from {module} import app as _app\n\napp = _app\n"
-        write_text(folder / f"{name}.py", lines)
+    for name, module in APP.items():
+        write_text(folder / f"{name}.py", f"from {module} import app as _app\n\napp = _app\n")
     return folder

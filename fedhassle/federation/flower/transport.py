@@ -1,4 +1,4 @@
-"""How messages reach sites: a small protocol, and Flower as what fulfils it."""
+"""Transport of messages to sites and back: a small protocol, and its implementation on Flower."""
 
 from __future__ import annotations
 
@@ -6,104 +6,98 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid as FlwrGrid
+from flwr.serverapp import Grid
 from safetensors.numpy import load, save
 
-from fedhassle.federation.messages import Content, RefusedError, failure, from_json, short, to_json
+from fedhassle.federation.messages import Payload, RefusedError, failure, from_json, short, to_json
 
 DIGITS = 6
 WORDS, ARRAYS = "words", "arrays"  # the records of a message
 
 
-class Node(NamedTuple):
+class ConnectedNode(NamedTuple):
     """A site's machine as the network sees it."""
 
     id: int
-    name: str  # under which its key was admitted; empty where keys are not asked for
-    since: str  # when it came
+    name: str  # the name that its key was admitted under; empty where keys are not required
+    since: str  # the time at which it connected
 
 
-class Letter(NamedTuple):
+class Request(NamedTuple):
     """A message to a node."""
 
     node: int
     kind: str  # query, train or evaluate
-    content: Content
-    group: str  # what it belongs to, in words for logs
-    lifetime: float  # seconds after which nobody waits for an answer
+    payload: Payload
+    group: str  # a label for Flower's logs, such as the round
+    lifetime: float  # seconds after which the server no longer waits for an answer
 
 
 class Answer(NamedTuple):
-    """What came back: a content, or what went wrong."""
+    """A node's answer to a request: a payload, or an error."""
 
-    to: str  # the letter's id
-    content: Content | None
+    to: str  # the request's id
+    payload: Payload | None
     error: str = ""
 
 
-class Grid(Protocol):
-    """A network of nodes."""
+class Transport(Protocol):
+    """Connects the server to the nodes of its sites."""
 
-    def nodes(self) -> Sequence[Node]:
-        """Those that are there."""
+    def nodes(self) -> Sequence[ConnectedNode]:
+        """The nodes that are online."""
         ...
 
-    def push(self, letters: Sequence[Letter]) -> Sequence[str | None]:
-        """Sends letters; of each its id, or None where it could not be sent."""
+    def push(self, requests: Sequence[Request]) -> Sequence[str | None]:
+        """Sends requests; returns the id of each, or None where it could not be sent."""
         ...
 
     def pull(self, ids: Sequence[str]) -> Sequence[Answer]:
-        """The answers to letters that have come since they were last asked for."""
+        """The answers to these requests that have arrived since the last call."""
         ...
 
 
-class FlowerGrid:
-    """Flower's grid as the server's program is given it.
+class FlowerTransport:
+    """Transport over the grid that Flower gives to the server's program.
 
-    `names`: of sites by their keys, where Flower may know them by a name that they had before.
+    `names`: the current names of sites by key; Flower keeps the name of the first registration.
     """
 
-    def __init__(self, grid: FlwrGrid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
+    def __init__(self, grid: Grid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
         self.grid, self.names = grid, names
 
-    def nodes(self) -> list[Node]:
-        """Those that are there."""
+    def nodes(self) -> list[ConnectedNode]:
+        """The nodes that are online."""
         names = self.names()
         return [
-            Node(node.node_id, names.get(node.public_key, node.name), node.last_activated_at)
+            ConnectedNode(node.node_id, names.get(node.public_key, node.name), node.last_activated_at)
             for node in self.grid.get_nodes()
         ]
 
-    def push(self, letters: Sequence[Letter]) -> list[str | None]:
-        """Sends letters; what several of them have in common goes to the SuperLink once."""
-        if not letters:
+    def push(self, requests: Sequence[Request]) -> list[str | None]:
+        """Sends requests; arrays that several of them share go to the SuperLink once."""
+        if not requests:
             return []
         messages = [
-            Message(
-                to_records(letter.content),
-                letter.node,
-                letter.kind,
-                ttl=letter.lifetime,
-                group_id=letter.group,
-            )
-            for letter in letters
+            Message(to_records(one.payload), one.node, one.kind, ttl=one.lifetime, group_id=one.group)
+            for one in requests
         ]
         try:
-            ids: list[str | None] = [letter or None for letter in self.grid.push_messages(messages)]
+            ids: list[str | None] = [number or None for number in self.grid.push_messages(messages)]
         except Exception:
-            self.nodes()
+            self.nodes()  # raises SystemExit if the run was stopped
             raise
         if not any(ids):
-            self.nodes()  # a run that is stopped while it sends learns of it by its next question
-        return ids if len(ids) == len(letters) else [None] * len(letters)
+            self.nodes()  # as above
+        return ids if len(ids) == len(requests) else [None] * len(requests)
 
     def pull(self, ids: Sequence[str]) -> list[Answer]:
-        """The answers that have come."""
+        """The answers that have arrived."""
         return [to_answer(message) for message in self.grid.pull_messages(ids)] if ids else []
 
 
 def to_answer(message: Message) -> Answer:
-    """A reply; errors carry the SuperLink's address, so replies are told by what they reply to."""
+    """Converts a reply; it is matched by the id it replies to, since errors come from the SuperLink."""
     to = message.metadata.reply_to_message_id
     if message.has_error():
         return Answer(to, None, f"{message.error.reason or 'no reason given'} (code {message.error.code})")
@@ -113,41 +107,41 @@ def to_answer(message: Message) -> Answer:
         return Answer(to, None, str(error))
 
 
-def replied(message: Message, answer: Callable[[str, Content], Content]) -> Message:
-    """A site's reply to a message: what it answers to that kind of content, or why it was refused."""
+def reply_to(message: Message, answer: Callable[[str, Payload], Payload]) -> Message:
+    """A site's reply to a message: its answer to that kind of payload, or the reason of a refusal."""
     try:
-        content = from_records(message.content)
+        payload = from_records(message.content)
     except RefusedError as error:
         said = failure(str(error))
     else:
-        said = answer(message.metadata.message_type, content)
+        said = answer(message.metadata.message_type, payload)
     return Message(to_records(said), reply_to=message)
 
 
-def to_records(content: Content) -> RecordDict:
-    """A content as Flower has it: in few parts, since each travels by itself.
+def to_records(payload: Payload) -> RecordDict:
+    """Converts a payload to Flower's records: only two, since each one travels separately.
 
-    The arrays are a part of their own: what several sites are sent alike is stored once.
+    The arrays are a record of their own, so that arrays for several sites are stored once.
     """
     # Numbered: the format does not keep the order of names, on which the order of sums may depend.
-    numbered = {f"{i:0{DIGITS}} {name}": array for i, (name, array) in enumerate(content.arrays.items())}
+    numbered = {f"{i:0{DIGITS}} {name}": array for i, (name, array) in enumerate(payload.arrays.items())}
     arrays = ConfigRecord({ARRAYS: save(numbered)})
-    return RecordDict({WORDS: ConfigRecord({WORDS: to_json(content.words)}), ARRAYS: arrays})
+    return RecordDict({WORDS: ConfigRecord({WORDS: to_json(payload.words)}), ARRAYS: arrays})
 
 
-def from_records(records: RecordDict) -> Content:
-    """What `to_records` made; anything else is refused."""
-    words, blob = part(records, WORDS), part(records, ARRAYS)
+def from_records(records: RecordDict) -> Payload:
+    """Converts records of `to_records` back; refuses any others."""
+    words, blob = value_in(records, WORDS), value_in(records, ARRAYS)
     if len(records) != 2 or not isinstance(words, str) or not isinstance(blob, bytes):
-        raise RefusedError(f"it sent records {short(list(records))}")
+        raise RefusedError(f"it sent unexpected records: {short(list(records))}")
     try:
         arrays = load(blob)
-    except Exception as error:  # of a foreign format, in ways of its own
+    except Exception as error:  # safetensors raises several kinds
         raise RefusedError(f"its arrays cannot be read: {error}") from error
-    return Content(from_json(words), {key[DIGITS + 1 :]: arrays[key] for key in sorted(arrays)})
+    return Payload(from_json(words), {key[DIGITS + 1 :]: arrays[key] for key in sorted(arrays)})
 
 
-def part(records: RecordDict, name: str) -> object:
-    """What a record of that name holds under its own name."""
+def value_in(records: RecordDict, name: str) -> object:
+    """The value that the record `name` holds under the key `name`."""
     record = records.get(name)
     return record.get(name) if isinstance(record, ConfigRecord) else None

@@ -1,4 +1,4 @@
-"""The audit log of a federation: who joined, left, failed and contributed to which round."""
+"""The audit log of a run: the sites that joined, left, failed, and contributed to each round."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ Event = dict[str, Any]
 
 
 class Audit:
-    """A file with a line of JSON for each event; nothing in it is ever changed."""
+    """A file with one line of JSON per event; lines are only ever appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, event: str, **about: Any) -> None:
-        """Adds an event; the line is on the disk before the run goes on."""
+        """Appends an event; the line is on disk before the run continues."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
-            file.write(end_of_cut_line(file) + line.encode())
+            file.write(missing_newline(file) + line.encode())
             file.flush()
             os.fsync(file.fileno())
 
     def read(self) -> list[Event]:
-        """All events; a last line that was cut off by a crash does not count."""
+        """Reads all events; ignores a last line that a crash cut off."""
         return [event for event in json_lines(self.path) if "event" in event]
 
     def tested_on(self) -> str:
-        """Where the test images of a run lie, as it was told last; empty where it has none."""
+        """The path of the run's test images, as last given; empty if it has none."""
         return next((str(event["test"]) for event in reversed(self.read()) if event.get("test")), "")
 
     def refused(self) -> dict[str, str]:
-        """Of each site that was refused when it last came: why."""
+        """The reasons by site, for the sites that were refused the last time they connected."""
         last = {event["site"]: event for event in self.read() if event["event"] in ("joined", "refused")}
         return {name: event["why"] for name, event in last.items() if event["event"] == "refused"}
 
     def contributors(self) -> dict[int, list[str]]:
-        """Of each round the sites whose updates were merged in it."""
+        """The sites whose updates were merged, by round."""
         merged: dict[int, list[str]] = {}
         for event in self.read():
-            if event["event"] in ("begun", "resumed"):  # what came after that round was done again
+            if event["event"] in ("begun", "resumed"):  # later rounds were repeated
                 merged = {n: names for n, names in merged.items() if n <= event["round"]}
             if event["event"] == "round":
                 merged[event["round"]] = event["contributed"]
         return merged
 
     def contributions(self, t: int) -> dict[str, int]:
-        """Of each site the last round up to t that its update was merged in."""
+        """The last round up to t in which each site's update was merged."""
         merged = self.contributors()
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
 
 
-def end_of_cut_line(file: BinaryIO) -> bytes:
-    """What a file needs before its next line: a line feed where a crash has cut off the last one."""
+def missing_newline(file: BinaryIO) -> bytes:
+    """A line feed if a crash has cut off the file's last line, else nothing."""
     if not file.tell():
         return b""
     file.seek(-1, os.SEEK_END)

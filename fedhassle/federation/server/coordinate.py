@@ -1,4 +1,4 @@
-"""The server's side of a run: from the federation's file to a finished run folder, round by round."""
+"""The server's side of a run: from an agreement to a finished run folder, round by round."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fedhassle.engine.evaluate import accuracy
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash
-from fedhassle.federation.flower.processes import is_left_by
-from fedhassle.federation.flower.transport import Grid
+from fedhassle.federation.build import agreed_method, empty_dataset, settings_in, with_settings_of
+from fedhassle.federation.flower.processes import outlives
+from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
-from fedhassle.federation.terms import agreed_method, described, settings_in, settled
 from fedhassle.files import locked, write_text
 from fedhassle.runs.about import about_model
 from fedhassle.runs.folder import Folder
@@ -42,20 +42,20 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-PATIENCE = 30.0  # seconds that nodes have at the start to say who they are, though there are enough
+INTRODUCTIONS = 30.0  # seconds at the start to wait for nodes that are online but not introduced yet
 Images = tuple[np.ndarray, np.ndarray]
 
 
 def coordinate(
-    grid: Grid,
+    transport: Transport,
     agreement: Agreement,
     path: Path,
     test: Images | Path | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Step]:
-    """Trains with the sites that are there; a folder that holds a run that was cut goes on with it.
+    """Trains with the sites that are online; resumes the run that the folder holds, if any.
 
-    `test`: labelled images at the server, or where they lie.
+    `test`: labelled images at the server, or their path.
     """
     folder = Folder(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -64,23 +64,25 @@ def coordinate(
         audit, parent = Audit(folder.audit), os.getppid()
         try:
             uid = identity(audit, agreement, str(test.resolve()) if isinstance(test, Path) else "")
-            images = coordinators_images(test, agreement) if isinstance(test, Path) else test
+            images = read_test_images(test, agreement) if isinstance(test, Path) else test
             rules = agreement.rules
-            sites = Sites(grid, agreement, audit, clock)
-            there = sites.gather(rules.minimum_sites, min(PATIENCE, rules.wait))
+            sites = Sites(transport, agreement, audit, clock)
+            there = sites.gather(rules.minimum_sites, min(INTRODUCTIONS, rules.wait))
             run = prepared(folder, agreement)
             federation = FlowerFederation(sites, plan(uid, run), ClientState(folder.memory))
-            judge = Judge(run, federation, images)
-            require_judges(there, images)
-            told = about(agreement, run)
-            for step in train_in_federation(run, federation, judge, told, partial(took_part, audit)):
+            evaluator = Evaluator(run, federation, images)
+            require_evaluation(there, images)
+            hashes = summary_hashes(agreement, run)
+            for step in train_in_federation(
+                run, federation, evaluator, hashes, partial(participation, audit)
+            ):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
         except GeneratorExit:
             raise
         except (SystemExit, KeyboardInterrupt):
-            # Flower ends this program so whether somebody has asked for it or the server is gone.
-            ended = is_left_by(parent)
+            # Flower ends this program in the same way for a stopped run and for a server that has ended.
+            ended = outlives(parent)
             audit.write("stopped", why="the server's process has ended" if ended else "it was asked to stop")
             raise
         except BaseException as error:
@@ -90,16 +92,17 @@ def coordinate(
 
 
 def identity(audit: Audit, agreement: Agreement, test: str = "") -> str:
-    """The name under which sites keep what they keep for this run; the first line of its audit log.
+    """The run's id, under which sites keep their memory; the first line of its audit log.
 
-    Where its test images lie is written there too, and again when it goes on with others.
+    The path of its test images is logged there too, and again if it is resumed with others.
     """
     agreed = agreement_hash(agreement)
     for event in audit.read():
         if event["event"] == "created":
             require(
                 event["agreed"] == agreed,
-                "federation.toml has changed since this run began, in what sites share: begin another run",
+                "federation.toml has changed since this run began, in a part that sites share: restore the "
+                "file, or start a new run with another --out",
             )
             if test not in ("", audit.tested_on()):
                 audit.write("testing", test=test)
@@ -109,33 +112,33 @@ def identity(audit: Audit, agreement: Agreement, test: str = "") -> str:
     return uid
 
 
-def coordinators_images(path: Path, agreement: Agreement) -> Images:
-    """The labelled images of a folder or an .npz, as agreed; none that can be used is an error."""
+def read_test_images(path: Path, agreement: Agreement) -> Images:
+    """Reads the labelled images of a folder or an .npz, in the agreed form; raises if there are none."""
     site = read_site(path, agreement.data.form, labelled_only=True)
     return site.x, site.y
 
 
 def prepared(folder: Folder, agreement: Agreement) -> Run:
-    """The run that is agreed on, or the one that the folder holds; its settings are written down."""
-    settings, dataset = settings_in(folder, agreement), described(agreement)
+    """Prepares the agreed run, or the one that the folder holds; writes its settings."""
+    settings, dataset = settings_in(folder, agreement), empty_dataset(agreement)
     require_installed(settings.track or ())
     method = agreed_method(settings, dataset)
-    settings = settled(settings, method)
+    settings = with_settings_of(method, settings)
     tables = settings.as_toml()
-    tables.pop("split")  # who holds what is not the server's to say
+    tables.pop("split")  # the server does not know it
     write_text(folder.config, tomli_w.dumps(tables))
     return Run(folder, settings, dataset, Split((), ()), method)
 
 
 def plan(uid: str, run: Run) -> dict[str, Any]:
-    """What every message says of the run, so that a site needs to remember nothing."""
+    """The description of the run in every message, so that a site need not remember it."""
     settings = run.settings
     net = settings.net or run.dataset.net
     return {"run": uid, "method": settings.method.model_dump(), "net": net, "seed": settings.seed}
 
 
-def about(agreement: Agreement, run: Run) -> dict[str, Any]:
-    """What a summary says of a federation."""
+def summary_hashes(agreement: Agreement, run: Run) -> dict[str, Any]:
+    """The hashes in a run's summary."""
     agreed = agreement_hash(agreement)
     words = to_json({"agreed": agreed, **plan("", run), "seed": 0, "rounds": run.settings.rounds})
     return {
@@ -144,11 +147,8 @@ def about(agreement: Agreement, run: Run) -> dict[str, Any]:
     }
 
 
-def took_part(audit: Audit) -> dict[str, Any]:
-    """What a summary says of the sites that were there: what each held, and how many rounds it served.
-
-    And how many of them contributed to a round.
-    """
+def participation(audit: Audit) -> dict[str, Any]:
+    """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
     joined = {event["site"]: event for event in audit.read() if event["event"] == "joined"}
     by_round = list(audit.contributors().values())
     sites = {
@@ -164,28 +164,27 @@ def took_part(audit: Audit) -> dict[str, Any]:
     return {"sites": sites, "sites_per_round": per_round}
 
 
-def require_judges(there: dict[str, Introduction], test: Images | None) -> None:
-    """Refuses a run of which nobody could say how good it is."""
-    able = test is not None or any(said.validation for said in there.values())
+def require_evaluation(there: dict[str, Introduction], test: Images | None) -> None:
+    """Raises if no images are left to evaluate the model on."""
     require(
-        able,
-        "no site has labelled images for validation, and there is no test set at the server: nobody could "
-        "say how good the model is (set data.validation, or give a test set)",
+        test is not None or any(said.validation for said in there.values()),
+        "the model cannot be evaluated: no site keeps images for validation, and the server has no test set; "
+        "set validation under [data] in federation.toml, or give labelled images with --test",
     )
 
 
-class Judge:
-    """Says how good a state is, and keeps the model of the best one."""
+class Evaluator:
+    """Evaluates the state of a run, and keeps the model of the best round."""
 
     def __init__(self, run: Run, federation: FlowerFederation, test: Images | None) -> None:
         self.run, self.federation, self.test = run, federation, test
         self.best = best_so_far(run.folder)
 
     def __call__(self, state: Arrays, t: int) -> Evaluation | None:
-        """Accuracy on the sites' validation images; if there are test images at the server, on these too.
+        """Accuracy on the sites' validation images and, if the server has test images, on these too.
 
-        Where no site can tell, these stand in, and the line of metrics says so; the best round is never
-        chosen by them, or they would be a test no more.
+        If no site can evaluate, the test images stand in, and the metrics say so. They never choose the best
+        round, or they would no longer be a test.
         """
         found = self.federation.evaluate(self.run.method, state, t)
         if found is not None:
@@ -197,11 +196,11 @@ class Judge:
         return Evaluation(found.accuracy, {**found.more, "test": tested})
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
-        """Writes the model of a round that the sites' validation images found better than all before it."""
+        """Writes the model if its validation accuracy is the best so far."""
         run, score = self.run, validation[self.run.method.headline]
         if score > self.best:
             self.best = score
-            sites = took_part(self.federation.audit)["sites"]
+            sites = participation(self.federation.audit)["sites"]
             words = about_model(run, sites) | {"round": t, "validation": validation}
             write_arrays(run.folder.best, run.method.model(state), words)
 
@@ -214,7 +213,7 @@ class Judge:
 
 
 def best_so_far(folder: Folder) -> float:
-    """The best score of a run that was cut; below any where there is none."""
+    """The best score of an interrupted run; −1 if there is none."""
     if not folder.best.exists():
         return -1.0
     try:

@@ -1,4 +1,4 @@
-"""A run that goes on in another process, as its folder tells it: what a live view needs."""
+"""Follows a run of another process by the files in its folder, for the live view."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from fedhassle.errors import UserError
-from fedhassle.federation.flower.logs import Tail
+from fedhassle.federation.flower.logs import LogReader
 from fedhassle.federation.server.audit import Audit
 from fedhassle.files import json_lines
 from fedhassle.method import Client
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics, Step
 
-LOOK = 0.3  # seconds between two looks into the folder
-CHECK = 10.0  # seconds of silence after which is asked whether the run is still there
+POLL = 0.3  # seconds between two looks into the folder
+SILENCE = 10.0  # seconds without events after which to ask if the run is still alive
 
 
-class Seen(NamedTuple):
-    """How much of a run's folder was there before it was started or taken up."""
+class ReadPosition(NamedTuple):
+    """The ends of a run's audit log and log before it is started or resumed."""
 
     events: int = 0  # lines of its audit log
     log: int = 0  # bytes of its log
 
 
-def so_far(folder: Folder) -> Seen:
-    """How much of a run there is already."""
-    return Seen(
+def read_position(folder: Folder) -> ReadPosition:
+    """The current ends of a run's audit log and log."""
+    return ReadPosition(
         len(Audit(folder.audit).read()) if folder.audit.exists() else 0,
         folder.log.stat().st_size if folder.log.exists() else 0,
     )
@@ -35,21 +35,21 @@ def so_far(folder: Folder) -> Seen:
 
 def followed(
     folder: Folder,
-    seen: Seen,
+    start: ReadPosition,
     alive: Callable[[], bool],
     tell: Callable[[str], None] = lambda line: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[Step]:
-    """The rounds of a run as they end, until it is finished; an error if it stops.
+    """Yields the rounds of a run as they end, until it is finished; raises if it stops.
 
-    `alive` says whether it is still there: a program that is killed leaves no word. `tell` is given the new
+    `alive` tells if the run still exists, since a killed program writes no event. `tell` receives the new
     lines of its log.
     """
-    audit, log, silence, count = Audit(folder.audit), Tail(folder.log, seen.log), 0.0, seen.events
+    audit, log, silence, count = Audit(folder.audit), LogReader(folder.log, start.log), 0.0, start.events
     known: dict[str, Client] = {}
     while True:
         events = audit.read()
-        for line in log.said():
+        for line in log.new_lines():
             tell(line)
         for i, event in enumerate(events):
             if event["event"] == "joined":
@@ -63,15 +63,15 @@ def followed(
                 raise UserError(f"the run has stopped: {event['why']}")
             if event["event"] == "finished":
                 return
-        silence = 0.0 if len(events) > count else silence + LOOK
+        silence = 0.0 if len(events) > count else silence + POLL
         count = max(count, len(events))
-        if silence > CHECK:
+        if silence > SILENCE:
             silence = 0.0
             if not alive() and len(audit.read()) == count:
-                raise UserError(f"the run has ended without a word; {folder.path} can be taken up again")
-        pause(LOOK)
+                raise UserError(f"the run has ended unexpectedly; {folder.path} can be resumed")
+        pause(POLL)
 
 
 def metrics_of(folder: Folder, t: int) -> Metrics | None:
-    """The line of metrics of a round, if it was evaluated."""
+    """The metrics of a round, if it was evaluated."""
     return next((metrics for metrics in json_lines(folder.metrics) if metrics.get("round") == t), None)

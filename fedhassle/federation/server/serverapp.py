@@ -11,18 +11,18 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
-from fedhassle.federation.flower.patches import hurry_server
+from fedhassle.federation.flower.patches import patch_server
 from fedhassle.federation.flower.processes import end_with
-from fedhassle.federation.flower.transport import FlowerGrid
-from fedhassle.federation.server.control import pem
+from fedhassle.federation.flower.transport import FlowerTransport
 from fedhassle.federation.server.coordinate import coordinate
+from fedhassle.federation.server.host import pem
 from fedhassle.federation.setup.admission import admitted
 
 app = ServerApp()
 
 
 def admitted_names(folder: Path) -> dict[bytes, str]:
-    """The names of the admitted sites by their keys, as they are now; none while they cannot be read."""
+    """The current names of the admitted sites by key; none while the record cannot be read."""
     try:
         return {pem(site.key): name for name, site in admitted(folder).items()}
     except UserError:
@@ -31,11 +31,11 @@ def admitted_names(folder: Path) -> dict[bytes, str]:
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Carries a run out in the folder and by the file that it was submitted with."""
+    """Carries out a run, with the file and folder that it was submitted with."""
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
     agreement = read_agreement(Path(file))
-    end_with(os.getppid())  # what Flower started it for is gone then, and the folder is held no longer
-    hurry_server()
-    known = FlowerGrid(grid, partial(admitted_names, Path(file).parent))
-    for _ in coordinate(known, agreement, Path(folder), Path(test) if test else None):
+    end_with(os.getppid())  # otherwise it would keep its folder locked after the server has ended
+    patch_server()
+    transport = FlowerTransport(grid, partial(admitted_names, Path(file).parent))
+    for _ in coordinate(transport, agreement, Path(folder), Path(test) if test else None):
         pass

@@ -1,8 +1,8 @@
-"""Flower's SuperLink, with one door for sites and another for the coordinator.
+"""Flower's SuperLink, with the coordinator's part closed to other machines.
 
 The SuperLink serves sites, the coordinator's commands (admit a key, start a program) and the programs
-themselves at one port, and asks only sites for a key. Here the coordinator's part answers this machine
-alone: from anywhere else there is nothing but the sites' part.
+themselves at one port, and requires a key from sites only. Here everything but the sites' part answers
+requests from this machine only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedhassle.federation.flower.processes import end_with_parent
 
-SITES = "/v1/fleet/"  # where sites call
+SITES = "/v1/fleet/"  # the sites' part
 
 
-class Doors:
-    """Refuses, from other machines, all that is not for sites."""
+class LocalControl:
+    """Refuses requests from other machines, except those of sites."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or refuses it."""
-        if scope["type"] == "http" and not (scope["path"].startswith(SITES) or is_here(scope)):
+        if scope["type"] == "http" and not (scope["path"].startswith(SITES) or is_local(scope)):
             await PlainTextResponse("not from here", status_code=403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
-def is_here(scope: Scope) -> bool:
-    """Whether a request comes from this machine: by loopback, or from the address that it went to."""
+def is_local(scope: Scope) -> bool:
+    """True for a request from this machine: over loopback, or from the address that it was sent to."""
     client, server = scope.get("client"), scope.get("server")
     if not client or not server:
         return False
@@ -54,7 +54,7 @@ def main() -> None:
     sys.argv[0] = "flower-superlink"
     config = _parse_superlink_lifespan_config()
     app = create_app(config, SuperLinkLifespan)
-    app.add_middleware(Doors)
+    app.add_middleware(LocalControl)
     uvicorn.run(
         app,
         host=config.host,
@@ -63,7 +63,7 @@ def main() -> None:
         log_config=get_uvicorn_log_config(console_handler.level),
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
-        proxy_headers=False,  # nobody may say that he calls from elsewhere than he does
+        proxy_headers=False,  # a caller must not choose its own address
     )
 
 

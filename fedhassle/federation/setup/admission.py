@@ -1,107 +1,123 @@
-"""Who is admitted to a federation: the coordinator's record of names and public keys, `sites.toml`."""
+"""The coordinator's record of admitted sites, `sites.toml`: their names and public keys."""
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal
 
 import tomli_w
+from pydantic import AfterValidator, StrictStr
 
 from fedhassle.errors import UserError, require
+from fedhassle.federation.agreement import checked
 from fedhassle.federation.setup.folder import FederationFolder, checked_name
 from fedhassle.federation.setup.keys import checked_public_key, fingerprint
 from fedhassle.files import locked, write_text
 from fedhassle.names import nearest
 
-FORMAT = 1
 HEADER = "# Written by `fedhassle federation admit` and `expel`.\n"
 
 
-class AdmittedSite(NamedTuple):
+def _checked_key(key: str) -> str:
+    checked_public_key(key, "this")
+    return key
+
+
+@dataclass(frozen=True)
+class AdmittedSite:
     """A site that may join."""
 
-    name: str
-    key: str  # a line of OpenSSH
-    since: str  # a date and time, ISO 8601
+    key: Annotated[StrictStr, AfterValidator(_checked_key)]  # a line of OpenSSH
+    since: StrictStr  # a date and time, ISO 8601
 
 
-class Record(NamedTuple):
-    """The whole file."""
+@dataclass(frozen=True)
+class ExpelledKey:
+    """A key that is never admitted again."""
 
-    sites: dict[str, AdmittedSite]  # by name, in the order of their names
-    expelled: dict[str, str]  # by key: when it was taken out
+    key: StrictStr
+    since: StrictStr
+
+
+@dataclass(frozen=True)
+class AdmissionRecord:
+    """The whole file; keys that are not known here are ignored."""
+
+    format: Literal[1]
+    sites: dict[Annotated[StrictStr, AfterValidator(checked_name)], AdmittedSite]  # by name
+    expelled: list[ExpelledKey] = field(default_factory=list)
 
 
 def admitted(folder: Path) -> dict[str, AdmittedSite]:
-    """The admitted sites by name, in the order of their names."""
-    return read_record(folder).sites
+    """The admitted sites by name, sorted by name."""
+    sites = read_record(folder).sites
+    return {name: sites[name] for name in sorted(sites)}
 
 
-def read_record(folder: Path) -> Record:
-    """Who is admitted, and which keys were."""
+def read_record(folder: Path) -> AdmissionRecord:
+    """Reads and checks the record; an empty one if there is no file yet."""
     path = FederationFolder(folder).sites
     if not path.exists():
-        return Record({}, {})
+        return AdmissionRecord(1, {})
     try:
         content = tomllib.loads(path.read_text("utf-8"))
-        found = [AdmittedSite(name, site["key"], site["since"]) for name, site in content["sites"].items()]
-        expelled = {one["key"]: one["since"] for one in content.get("expelled", [])}
-        require(content["format"] == FORMAT, f"its format is not {FORMAT}")
-        words = [part for site in (*found, *expelled.items()) for part in site]
-        require(all(isinstance(word, str) for word in words), "a key or a time in it is no text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as the record of admitted sites ({error})") from error
-    for site in found:
-        checked_name(site.name)
-        checked_public_key(site.key, f"{path}: the key of {site.name}")
-    return Record({site.name: site for site in sorted(found)}, expelled)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the record of admitted sites {path} cannot be read: {error}") from error
+    return checked(AdmissionRecord, content, str(path))
 
 
 def admit_site(folder: Path, name: str, key: str) -> str:
-    """Adds a site, or gives one that is admitted with this key another name; returns the name that it had.
+    """Adds a site, or renames the one that is admitted with this key; returns its previous name or "".
 
-    Neither names nor keys occur twice. A key that was taken out stays out: Flower takes none again.
+    Names and keys are unique. An expelled key stays out: Flower registers no key a second time.
     """
     checked_name(name)
     with locked(folder):
-        sites, expelled = read_record(folder)
-        before = next((site for site in sites.values() if site.key == key), None)
-        if before is not None and before.name == name:
+        record = read_record(folder)
+        sites = record.sites
+        before = next((known for known, site in sites.items() if site.key == key), "")
+        if before == name:
             return name
         if name in sites:
-            known = fingerprint(sites[name].key)
-            raise UserError(f"{name} is admitted with another key ({known}): expel it first")
+            raise UserError(
+                f"{name} is already admitted with another key ({fingerprint(sites[name].key)}): to replace "
+                f"it, first run fedhassle federation expel {name}"
+            )
+        expelled = next((one.since for one in record.expelled if one.key == key), None)
         require(
-            key not in expelled,
-            f"this key was expelled on {expelled.get(key, '')[:10]} and stays out: the site removes its "
-            "private key, and joins again for a new one",
+            expelled is None,
+            f"this key was expelled on {(expelled or '')[:10]} and cannot come back: the site deletes its "
+            "private key, runs fedhassle federation join again, and sends you the new public key",
         )
-        others = {other: site for other, site in sites.items() if site.key != key}
-        since = _now() if before is None else before.since
-        _write(folder, Record({**others, name: AdmittedSite(name, key, since)}, expelled))
-    return "" if before is None else before.name
+        site = sites[before] if before else AdmittedSite(key, _now())
+        others = {known: other for known, other in sites.items() if known != before}
+        _write(folder, replace(record, sites={**others, name: site}))
+    return before
 
 
 def expel_site(folder: Path, name: str) -> AdmittedSite:
-    """Takes a site out; returns what was known of it."""
+    """Removes a site, bars its key for good, and returns its entry."""
     with locked(folder):
-        sites, expelled = read_record(folder)
-        hint = nearest(name, sites) or (f" (admitted are {', '.join(sites)})" if sites else "")
-        require(name in sites, f"no site {name!r} is admitted{hint}")
-        left = {other: site for other, site in sites.items() if other != name}
-        _write(folder, Record(left, {**expelled, sites[name].key: _now()}))
-    return sites[name]
+        record = read_record(folder)
+        hint = nearest(name, record.sites) or f" (admitted: {', '.join(sorted(record.sites)) or 'none'})"
+        require(name in record.sites, f"no site {name!r} is admitted{hint}")
+        site = record.sites[name]
+        others = {known: other for known, other in record.sites.items() if known != name}
+        expelled = [*record.expelled, ExpelledKey(site.key, _now())]
+        _write(folder, replace(record, sites=others, expelled=expelled))
+    return site
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _write(folder: Path, record: Record) -> None:
-    sites, expelled = record
-    tables = {name: {"key": sites[name].key, "since": sites[name].since} for name in sorted(sites)}
-    gone = [{"key": key, "since": since} for key, since in expelled.items()]
-    text = tomli_w.dumps({"format": FORMAT, "sites": tables, **({"expelled": gone} if gone else {})})
-    write_text(FederationFolder(folder).sites, HEADER + text)
+def _write(folder: Path, record: AdmissionRecord) -> None:
+    content = asdict(record)
+    content["sites"] = dict(sorted(content["sites"].items()))
+    if not record.expelled:
+        del content["expelled"]
+    write_text(FederationFolder(folder).sites, HEADER + tomli_w.dumps(content))

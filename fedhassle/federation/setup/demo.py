@@ -1,4 +1,4 @@
-"""Three sites to show a federation with: images of Fashion-MNIST, in the three forms that a site may have."""
+"""The three sites of the demo: images of Fashion-MNIST in the three forms that a site may have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from PIL import Image
 from fedhassle.data.catalogue import Dataset, load
 from fedhassle.data.site.folder import LABEL_FILE, UNLABELLED, folder_name
 
-NAME = "fmnist-mini"  # it is in the package
-LABELLED = 8  # of this many images the second site has a label for one
+NAME = "fmnist-mini"  # comes with the package
+LABELLED = 8  # the second site labels every 8th image
 
 
-class Place(NamedTuple):
+class DemoSite(NamedTuple):
     """A site of the demo."""
 
     name: str
@@ -27,38 +27,40 @@ class Place(NamedTuple):
     form: str
 
 
-def write_places(out: Path, counts: Sequence[int] = (800, 1200, 1600), tests: int = 500) -> list[Place]:
-    """Writes the images of three sites, and the folder `test` of images that none of them has."""
+def write_demo_sites(
+    out: Path, counts: Sequence[int] = (800, 1200, 1600), tests: int = 500
+) -> list[DemoSite]:
+    """Writes the images of three sites, and a folder `test` of images that no site has."""
     data = load(NAME)
     starts = np.cumsum([0, *counts])
     parts = [range(start, stop) for start, stop in itertools.pairwise(starts)]
-    places = [
-        Place("north", out / "north" / "images", counts[0], "all labelled: a folder for each class"),
-        Place("south", out / "south" / "images", counts[1], f"one of {LABELLED} labelled: a {LABEL_FILE}"),
-        Place("east", out / "east" / "images", counts[2], "none labelled: a folder of images"),
+    sites = [
+        DemoSite("north", out / "north" / "images", counts[0], "all labelled: a folder for each class"),
+        DemoSite("south", out / "south" / "images", counts[1], f"one of {LABELLED} labelled: a {LABEL_FILE}"),
+        DemoSite("east", out / "east" / "images", counts[2], "none labelled: a folder of images"),
     ]
-    by_class(data, parts[0], places[0].images)
-    by_list(data.x_train, labels_of(data, parts[1], every=LABELLED), parts[1], places[1].images)
+    by_class(data, parts[0], sites[0].images)
+    by_list(data.x_train, labels_of(data, parts[1], every=LABELLED), parts[1], sites[1].images)
     for k in parts[2]:
-        save(data.x_train[k], places[2].images / UNLABELLED[0] / f"{k:05}.png")
+        save(data.x_train[k], sites[2].images / UNLABELLED[0] / f"{k:05}.png")
     names = [data.class_names[y] for y in data.y_test[:tests]]
     by_list(data.x_test, names, range(tests), out / "test")
-    return places
+    return sites
 
 
 def by_class(data: Dataset, rows: range, folder: Path) -> None:
-    """Images in folders that are called as their classes."""
+    """Writes images into a folder for each class."""
     for k in rows:
         save(data.x_train[k], folder / folder_name(data.class_names[data.y_train[k]]) / f"{k:05}.png")
 
 
 def labels_of(data: Dataset, rows: range, every: int) -> list[str]:
-    """The class names of images, blank for all but every so many-th."""
+    """The class names of every n-th image, blank for the others."""
     return [data.class_names[data.y_train[k]] if i % every == 0 else "" for i, k in enumerate(rows)]
 
 
 def by_list(images: np.ndarray, names: Sequence[str], rows: range, folder: Path) -> None:
-    """Images in one folder, and a list of their labels."""
+    """Writes images into one folder, with a list of their labels."""
     for k in rows:
         save(images[k], folder / f"{k:05}.png")
     with (folder / LABEL_FILE).open("w", encoding="utf-8", newline="") as file:
@@ -68,6 +70,6 @@ def by_list(images: np.ndarray, names: Sequence[str], rows: range, folder: Path)
 
 
 def save(image: np.ndarray, path: Path) -> None:
-    """An image as a PNG."""
+    """Writes an image as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(image[..., 0]).save(path)

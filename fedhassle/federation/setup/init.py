@@ -1,4 +1,4 @@
-"""Founding a federation: its file, its certificate authority and its server's certificate."""
+"""Creates a federation: its file, its certificate authority and its server's certificate."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedhassle.federation.setup.keys import make_ca, make_server_certificate
 from fedhassle.names import nearest
 
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
-HERE = ("localhost", "127.0.0.1", "::1")  # the coordinator's own commands reach the server by these
+HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
 
 
 def terms_by_classes(class_names: Sequence[str], size: tuple[int, int], channels: int) -> DataTerms:
-    """Terms for classes by name; normalisation and augmentation as the data set with such images has them."""
+    """Terms for these classes; normalisation and augmentation as in the known data set with such images."""
     known, (height, width) = like(channels), size
     crop = usual_crop(height, width)
     return DataTerms(tuple(class_names), height, width, channels, known.mean, known.std, known.flip, crop)
@@ -42,11 +42,11 @@ def terms_like(name: str) -> DataTerms:
 def terms_of_folder(
     folder: Path, labels: Path | None, size: tuple[int, int] | None, channels: int | None
 ) -> DataTerms:
-    """Terms for images like those of a folder: its classes, and the mean and spread of its pixels."""
+    """Terms for images like those of a folder: its classes, and the mean and std of its pixels."""
     seen = survey(folder, None, labels)
     require(
         size is not None or len(seen.sizes) == 1,
-        f"the images of {folder} have {len(seen.sizes)} sizes: choose one with --size",
+        f"the images of {folder} have {len(seen.sizes)} sizes: choose one with --size, such as --size 64",
     )
     height, width = size or (seen.sizes[0][0][1], seen.sizes[0][0][0])
     grey = all(mode in GREY_MODES for mode, _ in seen.modes)
@@ -58,19 +58,17 @@ def terms_of_folder(
 
 
 def _rounded(values: Sequence[float]) -> tuple[float, ...]:
-    """To four digits: more say nothing of images, and might say something of one image."""
+    """Rounds to four digits: more are of no use, and might reveal something of a single image."""
     return tuple(round(value, 4) for value in values)
 
 
-def found_federation(agreement: Agreement, out: Path, also: Sequence[str] = ()) -> FederationFolder:
-    """Makes the folder of a new federation, whole or not at all; `also` are other names of the server.
+def create_federation(agreement: Agreement, out: Path, also: Sequence[str] = ()) -> FederationFolder:
+    """Creates the folder of a new federation, whole or not at all; `also` are other names of the server.
 
-    An empty folder that is there stays the one it is: it may be the one that somebody is working in.
+    An existing empty folder is filled, not replaced: it may be someone's working folder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"{out} exists already and is not empty: choose another folder, nothing is overwritten"
-        )
+        raise UserError(f"{out} is not empty, and nothing is overwritten: choose another folder with --out")
     names = [parsed_address(agreement.address).host, *also, *HERE]
     try:
         home = out if out.is_dir() else out.parent
@@ -90,7 +88,7 @@ def found_federation(agreement: Agreement, out: Path, also: Sequence[str] = ()) 
 
 
 def _put_in_place(made: FederationFolder, wanted: FederationFolder) -> None:
-    """Moves a finished folder, or what is in it into one that is there; the file for the sites comes last."""
+    """Moves a finished folder, or its files into an existing folder; federation.toml comes last."""
     if not wanted.path.is_dir():
         made.path.chmod(0o755)
         made.path.replace(wanted.path)

@@ -1,7 +1,7 @@
-"""Keys and certificates: the server proves itself by TLS, each site by a key pair of its own.
+"""Keys and certificates: the server proves its identity by TLS, each site by its own key pair.
 
-Private keys are made where they are used, are readable by their owner alone from the first moment, are never
-overwritten, and never leave their machine.
+Private keys are made on the machine that uses them and never leave it. Only their owner can read them, from
+the moment they are created, and they are never overwritten.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 
 CURVE = ec.SECP384R1
-CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # those that Flower and OpenSSH both know
-YEARS = 10  # a certificate authority that serves one federation
-EARLIER = timedelta(days=1)  # for clocks that are slow
+CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # supported by both Flower and OpenSSH
+YEARS = 10  # the authority serves one federation only
+USES = (  # of a key, in X.509
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+EARLIER = timedelta(days=1)  # for sites whose clocks are slow
 
 
 def make_ca(key: Path, certificate: Path, name: str, start: datetime | None = None) -> None:
-    """Makes the federation's certificate authority: its key, and the certificate that sites are given."""
+    """Makes the federation's certificate authority: its key, and the certificate for the sites."""
     made = ec.generate_private_key(CURVE())
     subject = _name(f"{name} CA")
-    usage = _usage(key_cert_sign=True, crl_sign=True)
+    usage = _usage("key_cert_sign", "crl_sign")
     builder = (
         _builder(subject, subject, made.public_key(), start)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
     )
-    require(not certificate.exists(), f"{certificate} exists already: nothing is overwritten")
+    require(not certificate.exists(), f"{certificate} exists already: it is never overwritten")
     _write_private(key, _pem(made))
     write_text(certificate, _certificate_text(builder.sign(made, hashes.SHA384())))
 
@@ -54,18 +58,18 @@ def make_server_certificate(
     names: Sequence[str],
     start: datetime | None = None,
 ) -> None:
-    """Makes the server's key, and a certificate for the host names and IP addresses that it is reached by."""
-    require(bool(names), "a server certificate needs a name or an address that sites reach the server by")
+    """Makes the server's key, and a certificate for its host names and IP addresses."""
+    require(bool(names), "a server certificate needs the host name or IP address that sites connect to")
     alternatives = [_alternative(name) for name in dict.fromkeys(names)]
     authority = read_certificate(ca_certificate)
     signer = _read_pem_key(ca_key)
     require(authority.public_key() == signer.public_key(), f"{ca_key} is not the key of {ca_certificate}")
-    require(not certificate.exists(), f"{certificate} exists already: nothing is overwritten")
+    require(not certificate.exists(), f"{certificate} exists already: it is never overwritten")
     made = ec.generate_private_key(CURVE())
     builder = (
         _builder(_name(names[0]), authority.subject, made.public_key(), start)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(
@@ -77,8 +81,11 @@ def make_server_certificate(
 
 
 def make_site_key(key: Path, public: Path, comment: str) -> None:
-    """Makes a site's key pair in OpenSSH's format, as a SuperNode takes it; only `public` is for others."""
-    require(re.fullmatch(r"\S+", comment) is not None, f"{comment!r} is no name for a key")
+    """Makes a site's key pair in OpenSSH's format, for a SuperNode; only `public` is for others."""
+    require(
+        re.fullmatch(r"\S+", comment) is not None,
+        f"{comment!r} cannot name a key: it is empty or contains spaces",
+    )
     made = ec.generate_private_key(CURVE())
     content = made.private_bytes(
         serialization.Encoding.PEM,
@@ -100,25 +107,25 @@ def public_line(key: Path, comment: str) -> str:
 
 
 def read_site_key(key: Path) -> ec.EllipticCurvePrivateKey:
-    """A site's private key, if it is one."""
+    """Reads a site's private key."""
     try:
         made = serialization.load_ssh_private_key(_bytes(key), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{key} holds no OpenSSH private key without a passphrase: {error}") from error
+        raise UserError(f"{key} is not an OpenSSH private key without passphrase: {error}") from error
     require(
         isinstance(made, ec.EllipticCurvePrivateKey) and isinstance(made.curve, CURVES),
-        f"{key} is a key of another kind: expected one on a NIST curve, as `fedhassle federation join` makes",
+        f"{key} is a key of another kind: expected one that `fedhassle federation join` made (ECDSA)",
     )
     assert isinstance(made, ec.EllipticCurvePrivateKey)
     return made
 
 
 def checked_public_key(text: str, where: str) -> str:
-    """A site's public key as one line of two words, or an error that says what it is instead."""
+    """Checks a site's public key and returns it as one line of two words."""
     require(
         "PRIVATE KEY" not in text,
-        f"{where} is a private key, which must never leave its machine: remove it there and here, join again "
-        "for a new one, and send the file that ends in .pub",
+        f"{where} is a private key, which must never leave its machine: delete it there and here, run "
+        "fedhassle federation join again for a new one, and send the file that ends in .pub",
     )
     lines = [line for line in text.splitlines() if line.strip()]
     require(
@@ -129,47 +136,47 @@ def checked_public_key(text: str, where: str) -> str:
     try:
         found = serialization.load_ssh_public_key(line.encode())
     except (ValueError, UnsupportedAlgorithm, binascii.Error) as error:
-        raise UserError(f"{where} is no OpenSSH public key: {error}") from error
+        raise UserError(f"{where} is not an OpenSSH public key: {error}") from error
     fits = isinstance(found, ec.EllipticCurvePublicKey) and isinstance(found.curve, CURVES)
     require(fits, f"{where} is a key of another kind ({kind}): expected ecdsa-sha2-nistp384")
     return line
 
 
 def read_public_key(path: Path) -> str:
-    """The public key in a file, as one line."""
+    """Reads the public key in a file, as one line."""
     try:
         return checked_public_key(_bytes(path).decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no OpenSSH public key: it is no text") from error
+        raise UserError(f"{path} is not an OpenSSH public key: it is not text") from error
 
 
 def key_comment(path: Path) -> str:
-    """What the file of a public key says that it is called; empty where it says nothing."""
+    """The comment in a public key's file, which is the site's name; empty if there is none."""
     words = _bytes(path).decode("utf-8", "replace").split(None, 2)
     return words[2].strip() if len(words) == 3 else ""
 
 
 def fingerprint(public: str) -> str:
-    """What people compare over the telephone: as `ssh-keygen -l` shows it."""
+    """The fingerprint of a key, to compare over the telephone: as `ssh-keygen -l` shows it."""
     content = base64.b64decode(public.split()[1])
     return "SHA256:" + base64.b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
 
 
 def certificate_fingerprint(path: Path) -> str:
-    """The same for a certificate: as `openssl x509 -fingerprint -sha256` shows it."""
+    """The fingerprint of a certificate: as `openssl x509 -fingerprint -sha256` shows it."""
     return read_certificate(path).fingerprint(hashes.SHA256()).hex(":").upper()
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """A certificate in a PEM file."""
+    """Reads a certificate from a PEM file."""
     try:
         return x509.load_pem_x509_certificate(_bytes(path))
     except ValueError as error:
-        raise UserError(f"{path} holds no certificate: {error}") from error
+        raise UserError(f"{path} is not a certificate: {error}") from error
 
 
 def others_may_read(path: Path) -> bool:
-    """Whether other users of this machine may read or change a private file."""
+    """True if other users of this machine can read or change a private file."""
     return os.name == "posix" and bool(path.stat().st_mode & 0o077)
 
 
@@ -181,11 +188,11 @@ def _bytes(path: Path) -> bytes:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Writes a file that its owner alone may read, in a folder that its owner alone may enter."""
+    """Writes a file that only its owner can read, in a folder that only its owner can enter."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)
-        # 0600 as it comes into being: there is no moment in which others might read it.
+        # Created with 0600: there is no moment in which others could read it.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         require(not path.exists(), f"{path} exists already: a private key is never overwritten")
@@ -204,8 +211,8 @@ def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(_bytes(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} holds no private key without a passphrase: {error}") from error
-    require(isinstance(key, ec.EllipticCurvePrivateKey), f"{path} is a key of another kind")
+        raise UserError(f"{path} is not a private key without passphrase: {error}") from error
+    require(isinstance(key, ec.EllipticCurvePrivateKey), f"{path} is a key of another kind: expected ECDSA")
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key
 
@@ -223,7 +230,7 @@ def _certificate_text(certificate: x509.Certificate) -> str:
 def _builder(
     subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, start: datetime | None
 ) -> x509.CertificateBuilder:
-    """What every certificate has."""
+    """The parts that every certificate has."""
     now = start or datetime.now(UTC) - EARLIER
     return (
         x509.CertificateBuilder()
@@ -238,27 +245,15 @@ def _builder(
 
 
 def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])  # no more fits
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])  # the longest that is allowed
 
 
-def _usage(
-    digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
-) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use in allowed for use in USES})
 
 
 def _alternative(name: str) -> x509.GeneralName:
-    """A name as a certificate has it: an IP address or a host name."""
+    """Converts a host name or IP address for a certificate."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -266,7 +261,7 @@ def _alternative(name: str) -> x509.GeneralName:
     try:
         ascii_name = name.encode("idna").decode()
     except UnicodeError as error:
-        raise UserError(f"{name!r} is no host name: {error}") from error
+        raise UserError(f"{name!r} is not a host name: {error}") from error
     label = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
     sound = re.fullmatch(rf"({label}\.)*{label}", ascii_name) is not None
     require(sound, f"{name!r} is neither a host name nor an IP address")

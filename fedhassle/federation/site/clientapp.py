@@ -1,4 +1,4 @@
-"""A site behind Flower's ClientApp, for a SuperNode that is not ours: a new process for every message."""
+"""A site as Flower's ClientApp, for a SuperNode that is not ours: a new process for every message."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from functools import lru_cache
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedhassle.federation.flower.transport import replied
-from fedhassle.federation.site.node import SiteNode
-from fedhassle.federation.site.node_config import site_node
+from fedhassle.federation.flower.transport import reply_to
+from fedhassle.federation.site.node import SiteNode, site_node
 
 app = ClientApp()
 
@@ -26,4 +25,4 @@ def the_node(config: tuple[tuple[str, object], ...]) -> SiteNode:
 def answer(message: Message, context: Context) -> Message:
     """Answers any message."""
     node = the_node(tuple(sorted(context.node_config.items())))
-    return replied(message, node.answer)
+    return reply_to(message, node.answer)

@@ -1,8 +1,7 @@
-"""A site: its images, and what it answers to the server. Without Flower, so that it can be tested alone.
+"""A site: its images, and its answers to the server. Without Flower, so that it can be tested alone.
 
-It trains by the code of the simulator, of which it is one with a single client. It runs no code that the
-server sends: methods and networks are those of this package, or of the site's own copy of the federation's
-file.
+It trains by the simulator's code, with a single client. It runs no code that the server sends: methods and
+networks come from this package, or are named in the site's own copy of federation.toml.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.data.site.folder import SiteData, read_site
+from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.device import Engine
@@ -25,9 +26,10 @@ from fedhassle.engine.evaluate import hits
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
-from fedhassle.federation.agreement import Agreement, agreement_hash
+from fedhassle.federation.agreement import Agreement, agreement_hash, read_agreement
+from fedhassle.federation.build import dataset_of, engine_of, method_settings, own_code_in
 from fedhassle.federation.messages import (
-    Content,
+    Payload,
     coarse,
     count_of,
     failure,
@@ -36,10 +38,9 @@ from fedhassle.federation.messages import (
     unpacked,
     update_words,
 )
-from fedhassle.federation.terms import dataset_of, method_settings, own_code_in
 from fedhassle.method import Client, Method
 from fedhassle.methods import METHODS
-from fedhassle.names import find
+from fedhassle.names import find, some_of
 from fedhassle.nets import NETS, Net
 from fedhassle.provenance import versions
 from fedhassle.settings.build import build_method
@@ -47,36 +48,38 @@ from fedhassle.settings.request import expanded
 
 log = logging.getLogger("fedhassle")
 
-RUNS_KEPT = 3  # runs of which a site keeps what the method has it keep: the last ones
-UNSEEN = 2**64  # the digests of images are below it
+RUNS_KEPT = 3  # recent runs whose memory a site keeps
+DIGESTS = 2**64  # the digests of images are below it
+CONFIG_KEYS = ("site", "data", "file", "memory")  # of a node's configuration
+SHOWN = 100  # skipped files that the log names
 
 
 class LostError(UserError):
-    """What a site held for the run is gone, which the server is to know."""
+    """The site no longer has what it kept for this run, and tells the server so."""
 
 
-class Parts(NamedTuple):
-    """The rows of a site's images by what they are for."""
+class Partition(NamedTuple):
+    """The rows of a site's images, by use."""
 
     labelled: np.ndarray
     unlabelled: np.ndarray
     validation: np.ndarray
 
 
-def parted(x: np.ndarray, y: np.ndarray, share: float) -> Parts:
-    """Labelled, unlabelled and validation rows.
+def partition(x: np.ndarray, y: np.ndarray, share: float) -> Partition:
+    """Divides a site's images into labelled, unlabelled and validation rows; `share` is for validation.
 
-    Whether an image is for validation follows from its pixels alone: it stays so when others are added, and
-    of two equal images none is trained on while the other is for validation.
+    The choice follows from an image's pixels alone: it stays the same when images are added, and equal images
+    have equal uses.
     """
     labelled = np.flatnonzero(y >= 0)
     digests = np.array([digest(x[row]) for row in labelled], np.uint64)
-    chosen = digests < np.uint64(int(share * UNSEEN))
+    chosen = digests < np.uint64(int(share * DIGESTS))
     if share and not chosen.any() and len(set(digests.tolist())) > 1:
         chosen = digests == digests.min()
     if chosen.all():
-        chosen[:] = False  # none to train on otherwise
-    return Parts(labelled[~chosen], np.flatnonzero(y < 0), labelled[chosen])
+        chosen[:] = False  # otherwise there would be none to train on
+    return Partition(labelled[~chosen], np.flatnonzero(y < 0), labelled[chosen])
 
 
 def digest(image: np.ndarray) -> int:
@@ -87,150 +90,183 @@ def digest(image: np.ndarray) -> int:
 
 
 def megabytes(arrays: Mapping[str, np.ndarray]) -> float:
-    """The size of arrays as they travel."""
+    """The size of arrays."""
     return sum(array.nbytes for array in arrays.values()) / 1e6
 
 
-class Study(NamedTuple):
-    """A run as a site takes part in it."""
+class SiteRun(NamedTuple):
+    """The run that a site takes part in."""
 
-    words: str  # the plan that it was made from
+    plan: str  # as JSON
     method: Method
     simulator: Simulator
 
 
 class SiteNode:
-    """A site that answers; it holds its images, and what it needs to go on with the run it was last in."""
+    """Answers the server's messages with a site's images; remembers the run that it was last in."""
 
     def __init__(
         self, name: str, agreement: Agreement, x: np.ndarray, y: np.ndarray, memory: Path, engine: Engine
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
-        require(x.shape[1:] == shape, f"the images are {x.shape[1:]}, the federation agreed on {shape}")
+        require(x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, but {shape} is agreed")
         require(
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
-            f"labels must be below {len(agreed.class_names)}, one for each image",
+            f"expected one label below {len(agreed.class_names)} for each image",
         )
         self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
-        self.parts = parted(x, y, agreed.validation)
+        self.rows = partition(x, y, agreed.validation)
         self.dataset = dataset_of(agreement, x, y)
-        self.client = Client(name, len(self.parts.labelled), len(self.parts.unlabelled))
-        self.own = own_code_in(agreement)  # as it is now: a file that changes later is not imported again
-        self._study: Study | None = None
+        self.client = Client(name, len(self.rows.labelled), len(self.rows.unlabelled))
+        self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
+        self._run: SiteRun | None = None
 
-    def answer(self, kind: str, content: Content) -> Content:
-        """The answer to a message; what goes wrong is an answer too."""
-        answers: dict[str, Callable[[Content], Content]] = {
+    def answer(self, kind: str, payload: Payload) -> Payload:
+        """Answers a message; errors become an answer too."""
+        answers: dict[str, Callable[[Payload], Payload]] = {
             "query": self.introduce,
             "train": self.train,
             "evaluate": self.evaluate,
         }
         try:
-            require(kind in answers, f"a message of kind {kind!r} is not known here")
+            require(kind in answers, f"unknown kind of message {kind!r}")
             with self.engine.active():
-                return answers[kind](content)
-        except Exception as error:  # whatever it is, the server is told: who says nothing is waited for
+                return answers[kind](payload)
+        except Exception as error:  # tell the server in any case, or it would wait
             known = isinstance(error, UserError)
-            log.error("a %s message could not be answered: %s", kind, error, exc_info=not known)
+            log.error("answering a %s message failed: %s", kind, error, exc_info=not known)
             why = str(error) if known else f"{type(error).__name__}: {error}"
             return failure(why, isinstance(error, LostError))
 
-    def introduce(self, content: Content) -> Content:
-        """Who it is, and how much it holds; why the server has refused that is said here as well."""
-        if "refused" in content.words:
-            log.warning("the server refuses this site: %s", " ".join(str(content.words["refused"]).split()))
-        return Content(
+    def introduce(self, payload: Payload) -> Payload:
+        """Reports the site's name and counts; logs the reason if the server refuses it."""
+        if "refused" in payload.words:
+            log.warning("the server refuses this site: %s", " ".join(str(payload.words["refused"]).split()))
+        return Payload(
             {
                 "site": self.name,
-                "labelled": self._told(self.client.labelled),
-                "unlabelled": self._told(self.client.unlabelled),
-                "validation": self._told(len(self.parts.validation)),
+                "labelled": self._reported(self.client.labelled),
+                "unlabelled": self._reported(self.client.unlabelled),
+                "validation": self._reported(len(self.rows.validation)),
                 "agreed": agreement_hash(self.agreement),
                 "versions": versions() | self.own,
             }
         )
 
-    def _told(self, count: int) -> int:
-        """A count as others may know it."""
+    def _reported(self, count: int) -> int:
+        """A count as it leaves the site: coarse if that is agreed."""
         return coarse(count) if self.agreement.data.coarse_counts else count
 
-    def train(self, content: Content) -> Content:
-        """A round of local training."""
-        study, words = self._taking_part(content.words), content.words
+    def train(self, payload: Payload) -> Payload:
+        """Trains for a round."""
+        run, words = self._run_of(payload.words), payload.words
         t, since = count_of(words.get("round"), "round"), count_of(words.get("since"), "since")
         checkpoints = [count_of(n, "checkpoint") for n in words.get("checkpoints", [])]
-        simulator, method = study.simulator, study.method
+        simulator, method = run.simulator, run.method
         least, memory = method.unsent(), simulator.client_state
-        # What was kept in rounds that did not count is forgotten, whoever of both ends was restarted.
+        # Forget what was kept in rounds that the server did not merge, whichever side was restarted.
         memory.rewind(since)
         memory.prune([*checkpoints, since])
         if least and since != memory.last(HELD + self.name, t):
-            raise LostError(f"what it held after round {since} is gone; it can begin anew")
+            raise LostError(f"its memory of round {since} is lost; it starts afresh in the next round")
         known = simulator.transfer.known(self.name, least, t)
-        message = unpacked(content.arrays, known)
-        there = {name: vector.to(self.engine.device) for name, vector in message.items()}
+        message = unpacked(payload.arrays, known)
+        received = {name: vector.to(self.engine.device) for name, vector in message.items()}
         began = time.perf_counter()
-        (reply,) = simulator.train(method, [(self.client, there)], t)
-        arrays = packed(reply.update.arrays, there if least else {})
+        (reply,) = simulator.train(method, [(self.client, received)], t)
+        arrays = packed(reply.update.arrays, received if least else {})
         log.info(
             "round %d: trained %s in %.1f s; received %.2f MB, sends %.2f MB",
             *(t, ", ".join(reply.update.arrays) or "nothing", time.perf_counter() - began),
-            *(megabytes(content.arrays), megabytes(arrays)),
+            *(megabytes(payload.arrays), megabytes(arrays)),
         )
-        return Content(update_words(reply.update), arrays)
+        return Payload(update_words(reply.update), arrays)
 
-    def evaluate(self, content: Content) -> Content:
-        """How a model does on the site's validation images."""
-        study, rows = self._taking_part(content.words), self.parts.validation
-        require(len(rows) > 0, "there are no validation images here")
+    def evaluate(self, payload: Payload) -> Payload:
+        """Evaluates a model on the site's validation images."""
+        run, rows = self._run_of(payload.words), self.rows.validation
+        require(len(rows) > 0, "this site has no validation images")
         device = self.engine.device
-        state = {name: vector.to(device) for name, vector in unpacked(content.arrays, {}).items()}
+        state = {name: vector.to(device) for name, vector in unpacked(payload.arrays, {}).items()}
         images, y = (
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
-        found = hits(study.method, state, images, y, study.simulator.views)
+        found = hits(run.method, state, images, y, run.simulator.views)
         log.info(
-            "round %s: evaluated the model on %d validation images", content.words.get("round"), len(rows)
+            "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
         )
-        told = self._told(len(rows))
-        return Content({"right": {k: round(n * told / len(rows)) for k, n in found.items()}, "count": told})
+        count = self._reported(len(rows))
+        return Payload({"right": {k: round(n * count / len(rows)) for k, n in found.items()}, "count": count})
 
-    def _taking_part(self, words: Mapping[str, Any]) -> Study:
+    def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
         """The run that a message belongs to."""
         plan = to_json({key: words.get(key) for key in ("run", "method", "net", "seed")})
-        if self._study is None or self._study.words != plan:
-            self._study = self._begin(plan, words)
-        return self._study
+        if self._run is None or self._run.plan != plan:
+            self._run = self._begin(plan, words)
+        return self._run
 
-    def _begin(self, plan: str, words: Mapping[str, Any]) -> Study:
+    def _begin(self, plan: str, words: Mapping[str, Any]) -> SiteRun:
         run, seed = str(words["run"]), count_of(words["seed"], "seed")
-        require(run.isalnum() and run.isascii() and len(run) <= 64, f"the run has the odd name {run[:64]!r}")
+        sound = run.isalnum() and run.isascii() and len(run) <= 64
+        require(sound, f"{run[:64]!r} cannot name a run: expected letters and digits")
         method = self._method(dict(words["method"]), str(words["net"]))
         folder = self.memory / run
         self._tidy(folder)
-        split = Split((self.parts.labelled,), (self.parts.unlabelled,))
+        split = Split((self.rows.labelled,), (self.rows.unlabelled,))
         simulator = Simulator(
             self.dataset, split, seed, self.engine, client_state=ClientState(folder), names=(self.name,)
         )
-        return Study(plan, method, simulator)
+        return SiteRun(plan, method, simulator)
 
     def _method(self, settings: dict[str, Any], net: str) -> Method:
-        """The run's method; one that is not of this package only if the site has agreed to it."""
+        """Builds the run's method; one from outside this package only if the site has agreed to it."""
         name, run = str(settings["name"]), expanded(dict(self.agreement.run))
         agreed = {"method": run.get("method", {}).get("name"), "net": run.get("net")}
         for what, wanted, known in (("method", name, METHODS), ("net", net, NETS)):
             require(
                 wanted in known or wanted == agreed[what],
-                f"the server asks for the {what} {wanted!r}, which is not in this site's federation file",
+                f"the server asks for the {what} {wanted!r}, which this site's federation.toml does not name",
             )
         built = Net(find(net, NETS, "network"), self.dataset.shape, self.dataset.classes)
         return build_method(name, method_settings(settings), built)
 
     def _tidy(self, folder: Path) -> None:
-        """Removes what was kept of runs that are long past."""
+        """Removes the memory of old runs."""
         folder.mkdir(parents=True, exist_ok=True)
         folder.touch()
         runs = sorted(self.memory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for old in [path for path in runs if path.is_dir() and path != folder][RUNS_KEPT - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+# From a node's configuration
+
+
+def site_node(config: Mapping[str, object]) -> SiteNode:
+    """Builds the site that a node's configuration describes: its name, images, federation's file and memory.
+
+    `labels` names a label file outside the folder of images; `device` and `threads` are for training.
+    """
+    missing = [key for key in CONFIG_KEYS if not config.get(key)]
+    require(not missing, f"the node's configuration lacks {', '.join(missing)}")
+    name, data, file, memory = (str(config[key]) for key in CONFIG_KEYS)
+    torch.set_num_threads(int(str(config.get("threads", 1))))
+    agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
+    site = read_site(Path(data), agreement.data.form, Path(labels) if labels else None)
+    log_problems(site)
+    engine = engine_of(agreement, str(config.get("device", "auto")))
+    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine)
+
+
+def log_problems(site: SiteData) -> None:
+    """Logs the files that are skipped, and those that are converted."""
+    for note in site.notes:
+        log.warning("%s", note)
+    lost = skipped(site.problems)
+    for problem in lost[:SHOWN]:
+        log.warning("skipped %s: %s", problem.path, problem.what)
+    if len(lost) > SHOWN:
+        log.warning("skipped %d more (list them with: fedhassle data check --all)", len(lost) - SHOWN)
+    for what, files in conversions(site.problems, leave_out=()):
+        log.info("converted: %s: %d images: %s", what, len(files), some_of(files, 3))

@@ -1,4 +1,4 @@
-"""A site's node, kept running: a SuperNode with our worker, started again when it ends unasked."""
+"""Keeps a site's node running: restarts the SuperNode when it ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from pathlib import Path
 import tomli_w
 
 from fedhassle.errors import UserError, require
-from fedhassle.federation.flower.logs import Tail
+from fedhassle.federation.flower.logs import LogReader
 from fedhassle.federation.flower.processes import last_lines, running, supernode_command
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import locked, write_text
 
-IMPOSSIBLE = 2  # the exit code of a node or worker that cannot work: to start it again is no use
-LOOK = 0.5  # seconds between two looks into a node's log
-AGAIN = 5.0  # seconds until a node that has ended is started again
-SOUND = 300.0  # seconds after which a node counts as one that had worked
-MOST = 5  # times that a node may end in a row before that
+CANNOT_WORK = 2  # exit code of a node or worker that would only fail again
+POLL = 0.5  # seconds between two looks into a node's log
+RESTART_AFTER = 5.0  # seconds until a node that has ended is restarted
+WORKED = 300.0  # seconds after which a node counts as one that has worked
+MOST_RESTARTS = 5  # in a row, of a node that has not worked
 
 
 def site_name(folder: FederationFolder, name: str | None) -> str:
-    """The site's name, which need not be said where there is one key."""
+    """The site's name; by default that of the only key in the folder."""
     if name is not None:
-        folder.site_key(name)  # a sound name
+        folder.site_key(name)  # raises if the name is not valid
         return name
     found = folder.keys
-    require(bool(found), f"{folder.private} holds no key: make one with fedhassle federation join")
-    require(len(found) == 1, f"{folder.private} holds several keys: say which with --name {found[0]}")
+    join = f"fedhassle federation join {folder.path} --name NAME --data IMAGES"
+    require(bool(found), f"{folder.private} contains no key; make one with: {join}")
+    require(len(found) == 1, f"{folder.private} contains several keys: choose one, such as --name {found[0]}")
     return found[0]
 
 
-def attended(folder: FederationFolder, name: str, address: str, about: Mapping[str, str]) -> Iterator[str]:
-    """Runs a site's node for as long as it is asked for lines; they say what the node does."""
+def run_node(folder: FederationFolder, name: str, address: str, options: Mapping[str, str]) -> Iterator[str]:
+    """Runs a site's node while the caller iterates; yields the lines of its log."""
     home = folder.node(name)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = home / "node.toml"
     own = {"file": str(folder.agreement.resolve()), "memory": str((home / "memory").resolve())}
     with locked(home):
-        write_text(config, tomli_w.dumps({"site": name, **own, **about}))
+        write_text(config, tomli_w.dumps({"site": name, **own, **options}))
         yield from keep_running(
             lambda: supernode_command(address, folder.ca, folder.site_key(name), config),
             home / "flower",
@@ -54,23 +55,21 @@ def keep_running(
     pause: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[str]:
-    """Keeps a process running; yields what it says, and gives up on one that ends again and again."""
-    tail, ends = Tail(log, log.stat().st_size if log.exists() else 0), 0
+    """Restarts a process whenever it ends; yields its log lines; gives up if it never works for long."""
+    reader, ends = LogReader(log, log.stat().st_size if log.exists() else 0), 0
     while True:
         began, last = now(), ""
         with running(command(), home, log) as process:
             while process.poll() is None:
-                for last in tail.said():
+                for last in reader.new_lines():
                     yield last
-                pause(LOOK)
-        for last in tail.said():
+                pause(POLL)
+        for last in reader.new_lines():
             yield last
-        if process.returncode == IMPOSSIBLE:
+        if process.returncode == CANNOT_WORK:
             raise UserError(f"the node cannot work: {last or last_lines(log)}")
-        ends = 1 if now() - began > SOUND else ends + 1
-        if ends > MOST:
-            raise UserError(
-                f"the node has ended {ends} times in a row: {last_lines(log)}; all of it in {log}"
-            )
-        yield f"the node has ended (exit code {process.returncode}): it is started again in {AGAIN:.0f} s"
-        pause(AGAIN)
+        ends = 1 if now() - began > WORKED else ends + 1
+        if ends > MOST_RESTARTS:
+            raise UserError(f"the node has ended {ends} times in a row: {last_lines(log)}; full log: {log}")
+        yield f"the node has ended (exit code {process.returncode}); restarting it in {RESTART_AFTER:.0f} s"
+        pause(RESTART_AFTER)
