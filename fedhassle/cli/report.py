@@ -28,7 +28,7 @@ def report(
     One page that needs no network, our figures beside the paper's (report.html); or Markdown, CSV, LaTeX.
     In a Markdown file of one's own only what stands between <!-- NAME --> and <!-- /NAME --> is renewed.
     """
-    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+    from fedhassle.reproduce.experiment import Selection, experiments, read_experiment, select
     from fedhassle.reproduce.ledger import Ledger
     from fedhassle.reproduce.report import content
     from fedhassle.reproduce.report.write import check_format, write_report
@@ -38,13 +38,13 @@ def report(
         check_format(path)
     named, changes = names_and_changes(names, rounds)
     chosen = {name: read_experiment(name) for name in named or experiments()}
-    narrowing = Narrowing(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
-    cells = select(list(chosen.values()), narrowing)
+    selection = Selection(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
+    cells = select(list(chosen.values()), selection)
     require(results.is_dir(), f"there is no ledger at {results}: name its folder with --results")
     ledger = Ledger(results)
     for reason in ledger.skipped.values():
         typer.echo(f"skipped: {reason}")
-    made = content.report(chosen, cells, ledger, narrowing)
+    made = content.report(chosen, cells, ledger, selection)
     typer.echo(f"{made.done} of {made.runs} runs are done")
     for path in paths:
         left = write_report(made, path)

@@ -29,9 +29,9 @@ from fedhassle.names import counted
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
-    from fedhassle.reproduce.experiment import Cell, Experiment, Narrowing
+    from fedhassle.reproduce.experiment import Cell, Experiment, Selection
     from fedhassle.reproduce.ledger import Ledger
-    from fedhassle.reproduce.sweep import Work
+    from fedhassle.reproduce.sweep import Sweep
     from fedhassle.runs.several import Event
 
 # PyTorch takes seconds to load: the command imports what needs it when it runs.
@@ -68,18 +68,18 @@ def reproduce(
     seconds = None if budget is None else seconds_of(budget)
     named, changes = names_and_changes(names, rounds)
     changes += as_changes(data_dir, device)
-    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
+    from fedhassle.reproduce.experiment import Selection, experiments, read_experiment
     from fedhassle.reproduce.ledger import Ledger
 
     chosen = [read_experiment(name) for name in named or experiments()]
-    narrowing = Narrowing(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
+    selection = Selection(split(only, "--only"), split(methods, "--methods"), seeds, tuple(changes))
     console, ledger = Console(), Ledger(results)
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
     if named:
-        make(chosen, narrowing, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
+        make(chosen, selection, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
     else:
-        show_list(chosen, narrowing, ledger, console)
+        show_list(chosen, selection, ledger, console)
 
 
 def seconds_of(text: str) -> float:
@@ -91,12 +91,12 @@ def seconds_of(text: str) -> float:
     return total
 
 
-def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger, console: Console) -> None:
+def show_list(chosen: Sequence[Experiment], selection: Selection, ledger: Ledger, console: Console) -> None:
     """The experiments, how much of each is done, and what is left."""
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.tables import listing, time_left
 
-    cells = select(chosen, narrowing)
+    cells = select(chosen, selection)
     every = {cell.identity.key: cell for its in cells.values() for cell in its}
     lacking = [cell for cell in every.values() if cell.identity not in ledger]
     for line in listing(chosen, cells, ledger):
@@ -108,7 +108,7 @@ def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger
 
 def make(
     chosen: Sequence[Experiment],
-    narrowing: Narrowing,
+    selection: Selection,
     ledger: Ledger,
     console: Console,
     *,
@@ -119,15 +119,15 @@ def make(
 ) -> None:
     """Trains the cells that are lacking, then shows the figures."""
     from fedhassle.reproduce.experiment import select
-    from fedhassle.reproduce.ray import SpreadWork
-    from fedhassle.reproduce.sweep import RUNS, Work
+    from fedhassle.reproduce.ray import RaySweep
+    from fedhassle.reproduce.sweep import RUNS, Sweep
 
-    cells = select(chosen, narrowing)
+    cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
-    work = Work(*options) if ray is None else SpreadWork(ray, *options)
+    work = Sweep(*options) if ray is None else RaySweep(ray, *options)
     if work.cells:
         follow_work(work, console)
-    show_figures(chosen, cells, narrowing, ledger, console)
+    show_figures(chosen, cells, selection, ledger, console)
     for line in what_is_left(work):
         say(console, line)
     for cell, error in work.failed:
@@ -139,7 +139,7 @@ def make(
         raise typer.Exit(1)
 
 
-def what_is_left(work: Work) -> Iterator[str]:
+def what_is_left(work: Sweep) -> Iterator[str]:
     """How far the runs came that are not there yet, and who goes on with them; nothing where all are."""
     left, elsewhere = len(work.left), len(work.elsewhere)
     for cell, t in work.cut:
@@ -150,7 +150,7 @@ def what_is_left(work: Work) -> Iterator[str]:
         yield f"left: {left} of {len(work.cells)} runs{others}{rest}"
 
 
-def follow_work(work: Work, console: Console) -> None:
+def follow_work(work: Sweep, console: Console) -> None:
     """Shows the runs while they train."""
     from fedhassle.reproduce.tables import time_left
     from fedhassle.runs.live import follow_together
@@ -181,16 +181,16 @@ def follow_work(work: Work, console: Console) -> None:
 def show_figures(
     chosen: Sequence[Experiment],
     cells: Mapping[str, Sequence[Cell]],
-    narrowing: Narrowing,
+    selection: Selection,
     ledger: Ledger,
     console: Console,
 ) -> None:
     """A table for each experiment of which something is wanted."""
-    from fedhassle.reproduce.results import figures, paper_of
-    from fedhassle.reproduce.tables import changed_settings, figures_table
+    from fedhassle.reproduce.results import measurements, paper_of
+    from fedhassle.reproduce.tables import changed_settings, results_table
 
     for experiment in chosen:
         if its := cells[experiment.name]:
-            console.print(figures_table(experiment, figures(experiment, its, ledger)))
-            if narrowing.telling and paper_of(experiment, its) is None:
-                say(console, changed_settings(narrowing.telling))
+            console.print(results_table(experiment, measurements(experiment, its, ledger)))
+            if selection.run_changes and paper_of(experiment, its) is None:
+                say(console, changed_settings(selection.run_changes))
