@@ -111,7 +111,7 @@ def test_dark_is_dark(tab, report):
 
 
 def test_printed_it_is_black_on_white_and_whole(tab, report):
-    """What is folded up on the screen is printed too, and nothing scrolls on paper."""
+    """Print includes what is folded up on the screen, and nothing scrolls on paper."""
     tab.show(report, dark=True, media="print")
     assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.run("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"

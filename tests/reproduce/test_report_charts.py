@@ -1,6 +1,7 @@
 """Charts as SVG: axes, places, and descriptions for screen readers."""
 
 import itertools
+import logging
 import math
 import re
 from xml.etree import ElementTree
@@ -198,3 +199,10 @@ def test_dots_of_a_split_are_as_large_as_their_samples():
     assert {"<cat>", "dog", "client", "1", "2"} <= set(words(found))
     assert found.find("title").text == "<t>" and "1 partial: 25 labelled and 475 unlabelled" in found[1].text
     assert len(re.findall("rect", ElementTree.tostring(found, "unicode"))) == 2
+
+
+def test_matplotlib_builds_its_font_cache_silently(caplog):
+    log = logging.getLogger("matplotlib.font_manager")
+    log.warning("Matplotlib is building the font cache; this may take a moment.")
+    log.warning("findfont: Font family 'x' not found.")
+    assert [record.getMessage() for record in caplog.records] == ["findfont: Font family 'x' not found."]
