@@ -274,14 +274,14 @@ def test_the_coordinators_own_keys_are_no_sites(coordinator):
 
 
 @pytest.mark.parametrize(
-    ("host", "listens"),
+    ("address", "listens"),
     [
         *(("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("fl.example.org", "0.0.0.0")),
         *(("10.0.0.3", "0.0.0.0"), ("::1", "::1"), ("2001:db8::3", "::")),
     ],
 )
-def test_a_server_listens_where_its_sites_are(host, listens):
-    assert host.listening_host(host) == listens
+def test_a_server_listens_where_its_sites_are(address, listens):
+    assert host.listening_host(address) == listens
 
 
 def test_a_log_is_read_as_it_grows(tmp_path):

@@ -6,8 +6,7 @@ import pytest
 import small
 import torch
 from federations import FEW, NET, federation, terms
-from small import TELLING
-from test_every_method import made
+from small import TELLING, made
 
 from fedhassle.engine.device import Engine
 from fedhassle.engine.rounds import Plan, federate

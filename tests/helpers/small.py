@@ -27,7 +27,7 @@ from fedhassle.engine.simulator import Simulator, dataset_views
 from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Client, Descent, Method, Phase, Stream
-from fedhassle.methods import Hassle
+from fedhassle.methods import METHODS, Hassle
 from fedhassle.nets import Net
 from fedhassle.runs.launch import carry_out, claim, method_of, reopen
 from fedhassle.settings.build import build_dataset, build_split
@@ -193,6 +193,11 @@ TELLING = {
     "sage": {"confidence": 0.3, "halving": 0.3},
     "central": {"steps": 2},
 }
+
+
+def made(name, **settings):
+    """A method on the small network, with settings in which few steps show all that it has."""
+    return METHODS[name](net=net(), **{"batch": 8, "epochs": 1, **TELLING.get(name, {}), **settings})
 
 
 # A method whose clients keep something, with draws, `then` and two streams

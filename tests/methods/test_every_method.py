@@ -10,7 +10,7 @@ import pytest
 import small
 import test_gpu
 import torch
-from small import TELLING, call, metrics_of, resolved, tensors_of
+from small import TELLING, call, made, metrics_of, resolved, tensors_of
 from test_gpu_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 import fedhassle
@@ -31,10 +31,6 @@ from fedhassle.settings.build import build_method
 EVERY = pytest.mark.parametrize("name", METHODS)
 TEACHERS = {"rscfed"}  # whose clients keep something between rounds
 SPARSE = {"fedmatch"}  # whose messages are sparse, so that it is kept what a client holds
-
-
-def made(name, **settings):
-    return METHODS[name](net=small.net(), **{"batch": 8, "epochs": 1, **TELLING.get(name, {}), **settings})
 
 
 def words_of(name):

@@ -327,13 +327,16 @@ APP_TOML = {
         }
     },
 }
-MODULES = {"at_server": "serverapp", "at_site": "clientapp"}
+MODULES = {
+    "at_server": "fedhassle.federation.server.serverapp",
+    "at_site": "fedhassle.federation.site.clientapp",
+}
 
 
 def write_app(folder: Path) -> Path:
     """The app that Flower is given: two lines that name what is installed here anyway."""
     write_text(folder / "pyproject.toml", tomli_w.dumps(APP_TOML))
     for name, module in MODULES.items():
-        lines = f"from fedhassle.federation.{module} import app as _app\n\napp = _app\n"
+        lines = f"from {module} import app as _app\n\napp = _app\n"
         write_text(folder / f"{name}.py", lines)
     return folder
