@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from fedhassle.errors import UserError
     from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
     from fedhassle.predict.model import load
+
+# Matplotlib's "is building the font cache" would be the first line that a new user sees.
+logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font cache" not in record.getMessage())
 
 _HOME = {
     "fedhassle.api": ("Result", "run", "run_several"),

@@ -33,6 +33,8 @@ CONFIGURED = {  # what reads settings outside settings/
     "federation/build.py",  # builds a run from an agreement
     "federation/agreement.py",  # checks federation.toml
     "federation/setup/admission.py",  # checks sites.toml
+    "reproduce/paper.py",  # checks paper.toml
+    "reproduce/experiment.py",  # checks experiments
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])

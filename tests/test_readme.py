@@ -14,7 +14,7 @@ from fedhassle.cli.options import parse_request
 from fedhassle.reproduce.experiment import cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.reproduce.results import figures
+from fedhassle.reproduce.results import measurements
 from fedhassle.settings.request import read
 from fedhassle.settings.schema import resolve
 
@@ -93,9 +93,9 @@ def made_by(experiment, name, metric):
     """Returns a metric for each seed of a cell, from the runs of an experiment in docs/."""
     own = read_experiment(str(ROOT / "docs" / experiment))
     (found,) = [
-        figure
-        for figure in figures(own, cells(own), Ledger(ROOT / "results"))
-        if figure.name == name and figure.metric in (metric, HEADLINE)
+        measurement
+        for measurement in measurements(own, cells(own), Ledger(ROOT / "results"))
+        if measurement.name == name and measurement.metric in (metric, HEADLINE)
     ]
     return [100 * value for value in found.values.values()]
 

@@ -17,9 +17,9 @@ from fedhassle.names import counted
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
-    from fedhassle.reproduce.experiment import Cell, Experiment, Narrowing
+    from fedhassle.reproduce.experiment import Cell, Experiment, Selection
     from fedhassle.reproduce.ledger import Ledger
-    from fedhassle.reproduce.sweep import Work
+    from fedhassle.reproduce.sweep import Sweep
     from fedhassle.runs.several import Event
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
@@ -74,18 +74,18 @@ def reproduce(
     seconds = None if budget is None else seconds_of(budget)
     named, changes = names_and_changes(names, rounds)
     changes += options_as_settings(data_dir, device)
-    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment
+    from fedhassle.reproduce.experiment import Selection, experiments, read_experiment
     from fedhassle.reproduce.ledger import Ledger
 
     chosen = [read_experiment(name) for name in named or experiments()]
-    narrowing = Narrowing(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
+    selection = Selection(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
     console, ledger = Console(), Ledger(results)
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
     if named:
-        make(chosen, narrowing, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
+        make(chosen, selection, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
     else:
-        show_list(chosen, narrowing, ledger, console)
+        show_list(chosen, selection, ledger, console)
 
 
 def report(
@@ -110,7 +110,7 @@ def report(
     LaTeX hold the tables. In a Markdown file that you wrote, only the text between <!-- NAME --> and
     <!-- /NAME --> is replaced.
     """
-    from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+    from fedhassle.reproduce.experiment import Selection, experiments, read_experiment, select
     from fedhassle.reproduce.ledger import Ledger
     from fedhassle.reproduce.report import content
     from fedhassle.reproduce.report.write import check_format, write_report
@@ -120,13 +120,13 @@ def report(
         check_format(path)
     named, changes = names_and_changes(names, rounds)
     chosen = {name: read_experiment(name) for name in named or experiments()}
-    narrowing = Narrowing(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
-    cells = select(list(chosen.values()), narrowing)
+    selection = Selection(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
+    cells = select(list(chosen.values()), selection)
     require(results.is_dir(), f"there is no ledger at {results}: give its folder with --results")
     ledger = Ledger(results)
     for reason in ledger.skipped.values():
         typer.echo(f"skipped: {reason}")
-    made = content.report(chosen, cells, ledger, narrowing)
+    made = content.report(chosen, cells, ledger, selection)
     typer.echo(f"{made.done} of {made.runs} runs are done")
     for path in paths:
         left = write_report(made, path)
@@ -158,12 +158,12 @@ def seconds_of(text: str) -> float:
     return total
 
 
-def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger, console: Console) -> None:
+def show_list(chosen: Sequence[Experiment], selection: Selection, ledger: Ledger, console: Console) -> None:
     """Lists the experiments, with the runs done and the time left for each."""
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.tables import listing, time_left
 
-    cells = select(chosen, narrowing)
+    cells = select(chosen, selection)
     every = {cell.identity.key: cell for its in cells.values() for cell in its}
     lacking = [cell for cell in every.values() if cell.identity not in ledger]
     for line in listing(chosen, cells, ledger):
@@ -178,7 +178,7 @@ def show_list(chosen: Sequence[Experiment], narrowing: Narrowing, ledger: Ledger
 
 def make(
     chosen: Sequence[Experiment],
-    narrowing: Narrowing,
+    selection: Selection,
     ledger: Ledger,
     console: Console,
     *,
@@ -189,15 +189,15 @@ def make(
 ) -> None:
     """Trains the missing cells, then shows the figures."""
     from fedhassle.reproduce.experiment import select
-    from fedhassle.reproduce.ray import SpreadWork
-    from fedhassle.reproduce.sweep import RUNS, Work
+    from fedhassle.reproduce.ray import RaySweep
+    from fedhassle.reproduce.sweep import RUNS, Sweep
 
-    cells = select(chosen, narrowing)
+    cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
-    work = Work(*options) if ray is None else SpreadWork(ray, *options)
+    work = Sweep(*options) if ray is None else RaySweep(ray, *options)
     if work.cells:
         follow_work(work, console)
-    show_figures(chosen, cells, narrowing, ledger, console)
+    show_figures(chosen, cells, selection, ledger, console)
     for line in remaining_work(work):
         say(console, line)
     for cell, error in work.failed:
@@ -209,7 +209,7 @@ def make(
         raise typer.Exit(1)
 
 
-def remaining_work(work: Work) -> Iterator[str]:
+def remaining_work(work: Sweep) -> Iterator[str]:
     """Describes the runs that are not finished, a line each and a total; yields nothing if all are."""
     left, elsewhere = len(work.left), len(work.elsewhere)
     for cell, t in work.cut:
@@ -220,7 +220,7 @@ def remaining_work(work: Work) -> Iterator[str]:
         yield f"left: {left} of {len(work.cells)} runs{others}{advice}"
 
 
-def follow_work(work: Work, console: Console) -> None:
+def follow_work(work: Sweep, console: Console) -> None:
     """Shows the runs while they train."""
     from fedhassle.reproduce.tables import time_left
     from fedhassle.runs.live import follow_several
@@ -251,16 +251,16 @@ def follow_work(work: Work, console: Console) -> None:
 def show_figures(
     chosen: Sequence[Experiment],
     cells: Mapping[str, Sequence[Cell]],
-    narrowing: Narrowing,
+    selection: Selection,
     ledger: Ledger,
     console: Console,
 ) -> None:
     """Prints a table for each experiment with selected cells."""
-    from fedhassle.reproduce.results import figures, paper_of
-    from fedhassle.reproduce.tables import changed_settings, figures_table
+    from fedhassle.reproduce.results import measurements, paper_of
+    from fedhassle.reproduce.tables import changed_settings, results_table
 
     for experiment in chosen:
         if its := cells[experiment.name]:
-            console.print(figures_table(experiment, figures(experiment, its, ledger)))
-            if narrowing.telling and paper_of(experiment, its) is None:
-                say(console, changed_settings(narrowing.telling))
+            console.print(results_table(experiment, measurements(experiment, its, ledger)))
+            if selection.run_changes and paper_of(experiment, its) is None:
+                say(console, changed_settings(selection.run_changes))

@@ -1,67 +1,118 @@
-"""An experiment: a TOML file that says which runs make a table or figure. Adding one needs no code."""
+"""An experiment: a TOML file with the runs of a table or figure. Adding one needs no code."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedhassle.errors import UserError, require
 from fedhassle.names import nearest
-from fedhassle.reproduce.paper import HEADLINE
+from fedhassle.reproduce.paper import HEADLINE, TomlTable, Words
 from fedhassle.runs.run import Identity, identify
 from fedhassle.settings.build import is_machine_setting
 from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
-SHOWN = ("table", "bars", "lines", "curves", "bytes")  # how an experiment is drawn
-OVER_COLUMNS = ("bars", "lines")
 MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down")  # tables of a run's metrics
 
 
-@dataclass(frozen=True)
-class Choice:
+def labelled(table: Any, name: str) -> Any:
+    """The table of a file with a label, by default the value of its key `name`."""
+    named = isinstance(table, dict) and isinstance(table.get(name), str)
+    return {"label": table[name], **table} if named else table
+
+
+def require_unique(what: str, names: Sequence[str]) -> None:
+    """Refuses an empty list, and a name that occurs twice."""
+    if not names:
+        raise ValueError(f"there are no {what}")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two {what} are called {twice!r}")
+
+
+def as_metric(word: str) -> str:
+    """A metric by its dotted name in a run's metrics; `accuracy` alone is the headline."""
+    table, dot, _ = word.partition(".")
+    if word == "accuracy":
+        return HEADLINE
+    if not (dot and table in MEASURED):
+        raise ValueError(f"not a metric: write accuracy, or one of {', '.join(MEASURED)}, a dot and a name")
+    return word
+
+
+class Choice(TomlTable):
     """One value of an axis, and the settings that it stands for."""
 
-    id: str  # what it is called in keys and in --only
-    label: str  # what it is called by people
-    changes: Mapping[str, Any]
-    paper: bool  # whether the paper has it
-    reference: bool = False  # whether it is a bound to read the others by, and no rival of theirs
+    id: str  # its name in keys and in --only
+    label: str = ""  # its name in tables (default: the id)
+    changes: dict[str, Any] = Field(default={}, alias="set")
+    paper: bool = True  # the paper has it
+    reference: bool = False  # a bound to read the others by, not a method to compare
+
+    @model_validator(mode="before")
+    @classmethod
+    def _label(cls, table: Any) -> Any:
+        return labelled(table, "id")
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What varies in an experiment."""
+class Axis(TomlTable):
+    """A dimension along which the runs of an experiment vary."""
 
     name: str
-    label: str
-    choices: tuple[Choice, ...]
+    label: str = ""  # default: the name
+    choices: Annotated[tuple[Choice, ...], Field(strict=False)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _label(cls, table: Any) -> Any:
+        return labelled(table, "name")
+
+    @model_validator(mode="after")
+    def _unique(self) -> Axis:
+        require_unique("choices", [choice.id for choice in self.choices])
+        return self
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(TomlTable):
     """A table or figure of the paper: a run for every combination of choices and every seed."""
 
-    name: str
+    name: str = Field(alias="NAME")  # of its file; no key of a file
     title: str
-    source: str  # where the paper has it
-    about: str
-    show: str  # one of `SHOWN`
-    rows: tuple[str, ...]  # names of axes
-    columns: tuple[str, ...]
-    metrics: tuple[str, ...]  # dotted, as in a run's metrics, or `HEADLINE`, which a run without any shows
-    seeds: int
-    settings: Mapping[str, Any]  # of all its runs, over the preset `paper`
-    axes: tuple[Axis, ...]
+    source: str = ""  # the table, figure or section of the paper
+    about: str = ""
+    show: Literal["table", "bars", "lines", "curves", "bytes"] = "table"
+    rows: Words = ()  # names of axes
+    columns: Words = ()
+    metrics: Annotated[tuple[Annotated[str, AfterValidator(as_metric)], ...], Field(strict=False)] = ()
+    seeds: int = Field(default=3, ge=1)
+    settings: dict[str, Any] = Field(default={})  # of all its runs, over the preset `paper`
+    axes: Annotated[tuple[Axis, ...], Field(strict=False)] = Field(alias="axis")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experiment:
+        names = [axis.name for axis in self.axes]
+        require_unique("axes", names)
+        for name in (*self.rows, *self.columns):
+            if name not in names:
+                raise ValueError(f"rows and columns: {name!r} is not an axis{nearest(name, names)}")
+        if self.show in ("bars", "lines") and not self.columns:
+            raise ValueError(f"columns: show = {self.show!r} needs an axis to draw over")
+        changes = [choice.changes for axis in self.axes for choice in axis.choices]
+        if any("seed" in table for table in (self.settings, *changes)):
+            raise ValueError("seed: write seeds = N, the number of seeds, instead of a seed")
+        return self
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of an experiment. Cells of two experiments with one identity are the same run."""
+    """A run of an experiment. Cells of two experiments with the same identity are the same run."""
 
     experiment: str
     choices: tuple[Choice, ...]  # one for each axis
@@ -70,7 +121,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its choices, such as cifar10-10%-hassle: what its seeds share."""
+        """Its choices without the seed, such as cifar10-10%-hassle."""
         return "-".join(choice.id for choice in self.choices)
 
     @property
@@ -88,7 +139,7 @@ class Cell:
 
     @cached_property
     def identity(self) -> Identity:
-        """Which run it is; raises where its settings are wrong."""
+        """The identity of its run; raises if its settings are invalid."""
         try:
             return identify(self.requested)
         except UserError as error:
@@ -96,17 +147,17 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Narrowing:
-    """Which part of experiments is wanted, and what is changed in it."""
+class Selection:
+    """The part of experiments that is asked for, and the settings that are changed in it."""
 
     only: tuple[str, ...] = ()  # choices, joined in the order of the axes: cifar10-10%, 5%-hassle-0
     methods: tuple[str, ...] = ()
-    seeds: int | None = None  # how many; else as many as the experiment has
+    seeds: int | None = None  # number of seeds (default: the experiment's)
     changes: tuple[str, ...] = ()  # settings over those of the experiment, KEY=VALUE
 
     @property
-    def telling(self) -> tuple[str, ...]:
-        """The changes that make other runs: all but those of the machine's own settings."""
+    def run_changes(self) -> tuple[str, ...]:
+        """The changes that make different runs, without settings of the machine such as `threads`."""
         return tuple(change for change in self.changes if not is_machine_setting(key_value(change)[0]))
 
 
@@ -118,187 +169,125 @@ def experiments() -> list[str]:
 def read_experiment(name: str) -> Experiment:
     """A shipped experiment by its name, or a user's own by the path of its file."""
     table = read_toml(name, SHIPPED, "experiment")
-    known = {
-        **dict.fromkeys(("title", "source", "about", "show"), str),
-        **dict.fromkeys(("rows", "columns", "metrics", "axis"), list),
-        **{"seeds": int, "settings": dict},
-    }
-    require_fields(table, known, ("title", "axis"), name)
-    experiment = Experiment(
-        name=Path(name).stem,
-        title=table["title"],
-        source=table.get("source", ""),
-        about=table.get("about", ""),
-        show=table.get("show", "table"),
-        rows=tuple(table.get("rows", ())),
-        columns=tuple(table.get("columns", ())),
-        metrics=tuple(HEADLINE if metric == "accuracy" else metric for metric in table.get("metrics", ())),
-        seeds=table.get("seeds", 3),
-        settings=table.get("settings", {}),
-        axes=tuple(read_axis(axis, name) for axis in table["axis"]),
-    )
-    check(experiment, name)
-    return experiment
+    try:
+        return Experiment.model_validate({**table, "NAME": Path(name).stem})
+    except ValidationError as error:
+        raise UserError("\n".join(f"{name}: {explained(one)}" for one in error.errors())) from error
 
 
-def read_axis(table: Any, where: str) -> Axis:
-    """An axis of an experiment's file."""
-    require_fields(table, {"name": str, "label": str, "choices": list}, ("name", "choices"), f"{where}: axis")
-    place = f"{where}: axis {table['name']!r}"
-    choices = tuple(read_choice(choice, place) for choice in table["choices"])
-    ids = [choice.id for choice in choices]
-    require(bool(ids) and len(set(ids)) == len(ids), f"{place} needs choices, each with an id of its own")
-    return Axis(table["name"], table.get("label", table["name"]), choices)
+def explained(error: Any) -> str:
+    """One error of an experiment's file in a line, such as `axis.0.choices.1.id: field required`."""
+    key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        tables: dict[int, type[TomlTable]] = {1: Experiment, 3: Axis, 5: Choice}
+        table = tables[len(error["loc"])]
+        known = [field.alias or name for name, field in table.model_fields.items() if field.alias != "NAME"]
+        hint = nearest(str(error["loc"][-1]), known)
+        return f"unknown key {key!r}{hint} (known are {', '.join(known)})"
+    given = f", got {error['input']!r}" if isinstance(error["input"], str | int | float) else ""
+    return (f"{key}: {message[0].lower()}{message[1:]}" if key else message) + given
 
 
-def read_choice(table: Any, where: str) -> Choice:
-    """A choice of an axis."""
-    fields = {"id": str, "label": str, "set": dict, "paper": bool, "reference": bool}
-    require_fields(table, fields, ("id",), f"{where}: choice")
-    return Choice(
-        table["id"],
-        table.get("label", table["id"]),
-        table.get("set", {}),
-        table.get("paper", True),
-        table.get("reference", False),
-    )
-
-
-def require_fields(table: Any, known: Mapping[str, type], needed: Sequence[str], where: str) -> None:
-    """Refuses a table of a file that lacks a field, or has an unknown one or one of the wrong type."""
-    require(isinstance(table, dict), f"{where} must be a table, got {table!r}")
-    for key, value in table.items():
-        require(key in known, f"{where} has no {key!r}{nearest(key, known)} (known are {', '.join(known)})")
-        fits = isinstance(value, known[key]) and isinstance(value, bool) == (known[key] is bool)
-        require(fits, f"{where}: {key} must be of type {known[key].__name__}, got {value!r}")
-    for key in needed:
-        require(key in table, f"{where} needs {key!r}")
-
-
-def check(experiment: Experiment, where: str) -> None:
-    """Refuses an experiment that cannot be shown or run."""
-    require(experiment.show in SHOWN, f"{where}: show must be one of {', '.join(SHOWN)}")
-    require(experiment.seeds >= 1, f"{where}: seeds must be at least 1, got {experiment.seeds}")
-    names = [axis.name for axis in experiment.axes]
-    require(bool(names) and len(set(names)) == len(names), f"{where} needs axes, each with a name of its own")
-    for name in (*experiment.rows, *experiment.columns):
-        require(name in names, f"{where}: {name!r} is no axis{nearest(str(name), names)}")
-    over = experiment.show not in OVER_COLUMNS or bool(experiment.columns)
-    require(over, f"{where}: show = {experiment.show!r} needs columns, over which it is drawn")
-    for metric in experiment.metrics:
-        dotted = isinstance(metric, str) and metric.partition(".")[0] in MEASURED and "." in metric
-        require(
-            dotted or metric == HEADLINE,
-            f"{where}: {metric!r} is no metric: write one of {', '.join(MEASURED)}, a dot, its name; "
-            "or accuracy alone",
-        )
-    taken = [axis.name for axis in experiment.axes for choice in axis.choices if "seed" in choice.changes]
-    require(
-        not taken and "seed" not in experiment.settings, f"{where}: seeds = N in place of settings of seed"
-    )
-
-
-def cells(experiment: Experiment, narrowing: Narrowing | None = None) -> list[Cell]:
-    """Its runs, the first seed of all of them first; of those the ones that are wanted."""
-    wanted = narrowing or Narrowing()
+def cells(experiment: Experiment, selection: Selection | None = None) -> list[Cell]:
+    """The selected runs of an experiment, the first seed of all cells first."""
+    wanted = selection or Selection()
     seeds = experiment.seeds if wanted.seeds is None else wanted.seeds
     require(seeds >= 1, f"the number of seeds must be at least 1, got {seeds}")
-    require_free(experiment, wanted.changes)
+    require_not_on_axes(experiment, wanted.changes)
     chosen = list(itertools.product(*(axis.choices for axis in experiment.axes)))
     made = (
         make_cell(experiment, choices, seed, wanted.changes)
         for seed, choices in itertools.product(range(seeds), chosen)
     )
-    return [cell for cell in made if is_wanted(cell, wanted)]
+    return [cell for cell in made if is_selected(cell, wanted)]
 
 
-def require_free(experiment: Experiment, changes: Sequence[str]) -> None:
-    """Refuses changes of what tells the cells of an experiment apart."""
+def require_not_on_axes(experiment: Experiment, changes: Sequence[str]) -> None:
+    """Refuses changes of settings that an axis of the experiment sets."""
     changed = dict(flat(layer(changes)))
-    require("seed" not in changed, "the seeds are 0, 1, …: choose how many with --seeds")
+    require("seed" not in changed, "the seeds are 0, 1, …: set their number with --seeds")
     for axis in experiment.axes:
         taken = {key for choice in axis.choices for key, _ in flat(layer(choice.changes))}
         for key in changed:
             require(
                 key not in taken,
-                f"{experiment.name}: {key.removesuffix('.name')} is what its axis {axis.name!r} sets: choose "
-                "among its cells with --only or --methods, or write an experiment file of your own "
-                "(docs/reproduce.md)",
+                f"{experiment.name}: {key.removesuffix('.name')} is set by its axis {axis.name!r}: choose "
+                "cells with --only or --methods, or write your own experiment file (docs/reproduce.md)",
             )
 
 
 def make_cell(experiment: Experiment, choices: tuple[Choice, ...], seed: int, changes: Sequence[str]) -> Cell:
-    """A cell with its settings; not yet checked, since it may not be wanted."""
+    """A cell with its settings, which are not checked before it is selected."""
     layers: list[Changes] = [experiment.settings, *(choice.changes for choice in choices), changes]
     return Cell(experiment.name, choices, seed, request("paper", *layers, {"seed": seed}))
 
 
 def as_shipped(experiment: Experiment, made: Sequence[Cell]) -> bool:
-    """Whether cells are those of the shipped experiment of that name, with no setting changed."""
+    """True if cells are those of the shipped experiment of that name, with no setting changed."""
     if experiment.name not in experiments() or experiment != read_experiment(experiment.name):
         return False
     hashes = {cell.name: cell.identity.settings_hash for cell in made}
-    shipped_cells = cells(experiment, Narrowing(seeds=1))
+    shipped_cells = cells(experiment, Selection(seeds=1))
     return all(
         cell.identity.settings_hash == hashes[cell.name] for cell in shipped_cells if cell.name in hashes
     )
 
 
-def is_wanted(cell: Cell, narrowing: Narrowing) -> bool:
-    """Whether a cell is in the part that is wanted."""
+def is_selected(cell: Cell, selection: Selection) -> bool:
+    """True if a cell is part of a selection."""
     ids = [choice.id for choice in cell.choices]
-    if narrowing.methods and not {*ids, cell.method} & {*narrowing.methods}:
+    if selection.methods and not {*ids, cell.method} & {*selection.methods}:
         return False
-    return not narrowing.only or any(word in joined([*ids, str(cell.seed)]) for word in narrowing.only)
+    return not selection.only or any(word in joined([*ids, str(cell.seed)]) for word in selection.only)
 
 
-def fitting(narrowing: Narrowing, chosen: Sequence[Cell]) -> Narrowing:
-    """A narrowing without the words that fit none of its cells: they are meant for other experiments."""
+def fitting(selection: Selection, chosen: Sequence[Cell]) -> Selection:
+    """A selection without the words that match none of these cells, meant for other experiments."""
 
-    def fits(part: Narrowing) -> bool:
-        return any(is_wanted(cell, part) for cell in chosen)
+    def fits(part: Selection) -> bool:
+        return any(is_selected(cell, part) for cell in chosen)
 
     return replace(
-        narrowing,
-        only=tuple(word for word in narrowing.only if fits(Narrowing(only=(word,)))),
-        methods=tuple(word for word in narrowing.methods if fits(Narrowing(methods=(word,)))),
+        selection,
+        only=tuple(word for word in selection.only if fits(Selection(only=(word,)))),
+        methods=tuple(word for word in selection.methods if fits(Selection(methods=(word,)))),
     )
 
 
 def joined(ids: Sequence[str]) -> set[str]:
-    """Every part of a key that keeps its order: a, b, a-b."""
+    """Every ordered subset of a key's words: a, b, a-b."""
     parts = (itertools.combinations(ids, n) for n in range(1, len(ids) + 1))
     return {"-".join(part) for part in itertools.chain(*parts)}
 
 
-def select(chosen: Sequence[Experiment], narrowing: Narrowing) -> dict[str, list[Cell]]:
-    """The wanted cells of experiments, by their names, all checked; a word that fits no cell is an error."""
+def select(chosen: Sequence[Experiment], selection: Selection) -> dict[str, list[Cell]]:
+    """The selected cells by experiment, with valid settings; a word that matches no cell is an error."""
     names = [experiment.name for experiment in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     require(twice is None, f"two experiments are called {twice!r}: give one of the files another name")
-    whole = replace(narrowing, only=(), methods=())
+    whole = replace(selection, only=(), methods=())
     every = [cell for experiment in chosen for cell in cells(experiment, whole)]
     methods = dict.fromkeys(cell.method for cell in every)
     axes = itertools.chain(*(experiment.axes for experiment in chosen))
     ids = dict.fromkeys(choice.id for axis in axes for choice in axis.choices)
-    for word in narrowing.only:
-        if not any(is_wanted(cell, Narrowing(only=(word,))) for cell in every):
-            raise no_such_part(f"--only {word!r}", nearest(word, parts(every)), ids)
-    for word in narrowing.methods:
-        if not any(is_wanted(cell, Narrowing(methods=(word,))) for cell in every):
-            raise no_such_part(f"--methods {word!r}", nearest(word, methods), methods)
-    found = {experiment.name: cells(experiment, narrowing) for experiment in chosen}
-    require(any(found.values()), "--only and --methods together leave no cell")
+    for word in selection.only:
+        if not any(is_selected(cell, Selection(only=(word,))) for cell in every):
+            raise no_match(f"--only {word!r}", nearest(word, parts(every)), ids)
+    for word in selection.methods:
+        if not any(is_selected(cell, Selection(methods=(word,))) for cell in every):
+            raise no_match(f"--methods {word!r}", nearest(word, methods), methods)
+    found = {experiment.name: cells(experiment, selection) for experiment in chosen}
+    require(any(found.values()), "no cell matches both --only and --methods")
     for cell in itertools.chain(*found.values()):
-        cell.identity  # noqa: B018 - raises where settings are wrong, before anything trains
+        cell.identity  # noqa: B018 - raises on invalid settings, before anything trains
     return found
 
 
 def parts(every: Sequence[Cell]) -> set[str]:
-    """All that --only may be given, but for seeds."""
+    """Every word that --only accepts, without seeds."""
     return set().union(*(joined([choice.id for choice in cell.choices]) for cell in every))
 
 
-def no_such_part(what: str, hint: str, known: Iterable[str]) -> UserError:
-    """What is said of a word that leaves no cell."""
-    return UserError(f"{what} fits no cell{hint} (known are {', '.join(known)})")
+def no_match(option: str, hint: str, known: Iterable[str]) -> UserError:
+    """The error about an option that matches no cell."""
+    return UserError(f"{option} matches no cell{hint} (known are {', '.join(known)})")

@@ -1,74 +1,69 @@
-"""The figures that the paper prints and what it claims, from one file."""
+"""The paper's printed results and its claims, read from paper.toml."""
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
-
-@dataclass(frozen=True)
-class Claim:
-    """What the paper says of an experiment, in a form that its figures can be held against.
-
-    One of `order`, `best`, `worst`, `rises` and `cells` says what is compared, the others how.
-    """
-
-    says: str
-    order: tuple[str, ...] = ()  # metrics of a cell, the highest first
-    best: str = ""  # the choice that is above all others of its axis that the paper has
-    worst: str = ""  # the choice that is below them
-    rises: str = ""  # the axis along which the accuracy rises
-    cells: tuple[str, ...] = ()  # names of cells, the highest first; with `near`, those that are near to it
-    near: float | str = ""  # a value as figures show it, or the name of a cell
-    among: tuple[str, ...] = ()  # only where one of these is chosen
-    metric: str = ""  # what is compared, where a method has it; else its headline
-    apart: tuple[str, ...] = ()  # two metrics: what is compared is how far they lie apart
-    early: bool = False  # at the beginning of the runs, and not at their end
-
-
-@dataclass(frozen=True)
-class Printed:
-    """What the paper has of an experiment."""
-
-    source: str  # the table or figure
-    says: tuple[str, ...]  # in its text
-    claims: tuple[Claim, ...]  # those of its text and tables that can be checked
-    values: dict[str, dict[str, float]]  # by the name of a cell, then by metric as an experiment names it
-
-    def of(self, name: str) -> dict[str, float]:
-        """The figures of a cell, as shares; nothing where the paper prints none."""
-        return self.values.get(name, {})
-
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 HEADLINE = ""  # the metric of a method that has one prediction alone
 
+Words = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, not tuples
+Number = int | float
 
-@cache
-def printed() -> dict[str, Printed]:
-    """By the name of the experiment."""
-    text = resources.files("fedhassle").joinpath("reproduce", "paper.toml").read_text("utf-8")
+
+class TomlTable(BaseModel):
+    """A table of a TOML file. Unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Claim(TomlTable):
+    """A claim of the paper about an experiment, in a form that can be checked.
+
+    One of `order`, `best`, `worst`, `rises` and `cells` names what is compared; the other fields say how.
+    """
+
+    says: str
+    order: Words = ()  # metrics of a cell, the highest first
+    best: str = ""  # the choice that is above all others of its axis that are in the paper
+    worst: str = ""  # the choice that is below them
+    rises: str = ""  # the axis along which the accuracy rises
+    cells: Words = ()  # names of cells, the highest first; with `near`, the cells that are near to it
+    near: Number | str = ""  # a value in the unit of the tables, or the name of a cell
+    among: Words = ()  # only results with one of these choices
+    metric: str = ""  # the metric that is compared; the headline of a method that lacks it
+    apart: Words = ()  # two metrics whose distance is compared
+    early: bool = False  # compare the first evaluations, not the last
+
+
+def by_metric(values: Any) -> Any:
+    """The printed values of each cell by metric, as shares; in the file they are numbers or tables in %."""
+    named = {cell: one if isinstance(one, dict) else {HEADLINE: one} for cell, one in values.items()}
     return {
-        name: Printed(
-            table["source"],
-            tuple(table["says"]),
-            tuple(read_claim(claim) for claim in table.get("claims", ())),
-            {cell: by_metric(value) for cell, value in table.get("values", {}).items()},
-        )
-        for name, table in tomllib.loads(text).items()
+        cell: {name and f"accuracy.{name}": percent / 100 for name, percent in one.items()}
+        for cell, one in named.items()
     }
 
 
-def read_claim(table: dict[str, Any]) -> Claim:
-    """A claim, its lists as tuples."""
-    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    return Claim(**plain)
+class PaperResults(TomlTable):
+    """The paper's results and claims for one experiment."""
+
+    source: str  # the table or figure
+    says: Words  # statements of its text
+    claims: Annotated[tuple[Claim, ...], Field(strict=False)] = ()  # the statements that can be checked
+    values: Annotated[dict[str, dict[str, float]], BeforeValidator(by_metric)] = {}  # by cell, then metric
+
+    def of(self, name: str) -> dict[str, float]:
+        """The printed values of a cell, as shares; empty if the paper prints none."""
+        return self.values.get(name, {})
 
 
-def by_metric(value: float | dict[str, float]) -> dict[str, float]:
-    """A number, or one for each prediction, in %."""
-    if isinstance(value, dict):
-        return {f"accuracy.{name}": percent / 100 for name, percent in value.items()}
-    return {HEADLINE: value / 100}
+@cache
+def paper_results() -> dict[str, PaperResults]:
+    """The results that the paper prints, by the name of the experiment."""
+    text = resources.files("fedhassle").joinpath("reproduce", "paper.toml").read_text("utf-8")
+    return TypeAdapter(dict[str, PaperResults]).validate_python(tomllib.loads(text))

@@ -1,4 +1,4 @@
-"""The figures of an experiment: what the ledger has, over seeds, beside what the paper prints."""
+"""The results of an experiment: metrics over seeds from the ledger, beside the values of the paper."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.paper import HEADLINE, Printed, printed
+from fedhassle.reproduce.paper import HEADLINE, PaperResults, paper_results
 from fedhassle.runs.record import LAST, Metrics
 from fedhassle.runs.seeds import Spread, spread
 
 
 class Unit(NamedTuple):
-    """What a metric is shown in."""
+    """The unit in which a metric is shown."""
 
     sign: str
-    axis: str  # what an axis says that it is drawn on
-    scale: float  # how many of it make one of what runs measure
+    axis: str  # the label of an axis
+    scale: float  # factor from the measured value to the shown one
     decimals: int
-    most: float = math.inf  # that a value can be
+    most: float = math.inf  # the highest possible value
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Between which values lie: none of what is measured is below zero."""
+        """The lowest and the highest possible value; no metric is negative."""
         return 0.0, self.most
 
     def of(self, value: float) -> float:
@@ -57,38 +57,41 @@ def unit(metric: str) -> Unit:
     return MEGABYTES if metric.startswith("bytes_") else PLAIN
 
 
-class Figure(NamedTuple):
-    """One figure: accuracies are shares, bytes are those of a client in a round."""
+class Measurement(NamedTuple):
+    """A metric of a cell over its seeds. Accuracies are shares; bytes are per client and round."""
 
-    name: str  # of its cells, without the seed
+    name: str  # of the cells, without the seed
     choices: tuple[Choice, ...]
-    metric: str  # dotted, as in a run's metrics; `HEADLINE`: the accuracy that stands for the method
-    values: Mapping[int, float]  # by seed, of those that are done
+    metric: str  # dotted, as in a run's metrics; `HEADLINE` is the main accuracy of the method
+    values: Mapping[int, float]  # by seed, of the finished runs
     done: int
-    seeds: int  # that are wanted
+    seeds: int  # requested
     paper: float | None
 
     @property
     def ours(self) -> Spread | None:
-        """Ours over the seeds; None where there is none."""
+        """Our mean and standard deviation over the seeds; None without a run."""
         return spread(list(self.values.values())) if self.values else None
 
 
-def figures(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Figure]:
-    """Those of the given cells, in the order of the experiment."""
-    found = [(seeds, summaries(seeds, ledger)) for seeds in by_name(cells)]
+def measurements(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> list[Measurement]:
+    """The measurements of cells, in the order of the experiment."""
     paper = paper_of(experiment, cells)
-    return [figure for seeds, runs in found for figure in figures_of(experiment, seeds, runs, paper)]
+    return [
+        measurement
+        for seeds in by_name(cells)
+        for measurement in measurements_of(experiment, seeds, summaries(seeds, ledger), paper)
+    ]
 
 
-def paper_of(experiment: Experiment, cells: Sequence[Cell]) -> Printed | None:
-    """What the paper has of cells; nothing where their settings are not those of its experiment."""
-    known = printed().get(experiment.name)
+def paper_of(experiment: Experiment, cells: Sequence[Cell]) -> PaperResults | None:
+    """The paper's results for cells; None if their settings are not those of its experiment."""
+    known = paper_results().get(experiment.name)
     return known if known is not None and as_shipped(experiment, cells) else None
 
 
 def by_name(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that differ in their seed alone, together."""
+    """Cells grouped by name: those of a group differ in their seed alone."""
     together: dict[str, list[Cell]] = {}
     for cell in cells:
         together.setdefault(cell.name, []).append(cell)
@@ -96,19 +99,19 @@ def by_name(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def summaries(cells: Sequence[Cell], ledger: Ledger) -> list[Metrics]:
-    """The results of those cells that are done."""
+    """The summaries of the cells that are done."""
     return [summary for cell in cells if (summary := ledger.summary(cell.identity)) is not None]
 
 
-def figures_of(
-    experiment: Experiment, seeds: Sequence[Cell], found: Sequence[Metrics], known: Printed | None
-) -> list[Figure]:
-    """The figures of cells that differ in their seed alone, from the results that are there."""
+def measurements_of(
+    experiment: Experiment, seeds: Sequence[Cell], found: Sequence[Metrics], known: PaperResults | None
+) -> list[Measurement]:
+    """The measurements of cells that differ in their seed alone, from the summaries of their runs."""
     cell = seeds[0]
     paper = {} if known is None else known.of(cell.name)
     metrics = metrics_of(experiment, found[0]) if found else list(paper) or expected(experiment)
     return [
-        Figure(
+        Measurement(
             cell.name,
             cell.choices,
             metric,
@@ -122,18 +125,18 @@ def figures_of(
 
 
 def metrics_of(experiment: Experiment, summary: Metrics) -> list[str]:
-    """The metrics of an experiment that a run has, else its headline."""
+    """The metrics of an experiment that a run has, or its headline if it has none of them."""
     return [name for name in experiment.metrics if has(summary["history"][-1], name)] or [HEADLINE]
 
 
 def expected(experiment: Experiment) -> list[str]:
-    """What a method will show of which nothing has run: which predictions it makes is not known."""
+    """The metrics of a method that has not run yet; the names of its predictions are not known."""
     accuracies = all(is_accuracy(name) for name in experiment.metrics)
     return [HEADLINE] if accuracies else list(experiment.metrics)
 
 
 def has(line: Metrics, metric: str) -> bool:
-    """Whether a line of metrics has one of that name."""
+    """True if a line of the history has a metric."""
     table, _, name = metric.partition(".")
     return metric == HEADLINE or (isinstance(line.get(table), dict) and name in line[table])
 
@@ -141,18 +144,18 @@ def has(line: Metrics, metric: str) -> bool:
 def by_seed(
     summaries: Sequence[Metrics], metric: str, of: Callable[[Metrics, str], float | None] | None = None
 ) -> dict[int, float]:
-    """A figure of each seed that has it: what the runs come to, or what a function makes of them."""
+    """A metric by seed, of the runs that have it: its final value, or the value of the function `of`."""
     known = {summary["seed"]: (of or final)(summary, metric) for summary in summaries}
     return {seed: value for seed, value in known.items() if value is not None}
 
 
-def in_common(figures: Iterable[Mapping[int, float]]) -> list[int]:
-    """The seeds that all of some figures have: with one seed, runs draw the same clients and start alike."""
-    return sorted(set.intersection(*map(set, figures)))
+def seeds_in_common(values: Iterable[Mapping[int, float]]) -> list[int]:
+    """The seeds that all values have; runs with the same seed draw the same clients and start alike."""
+    return sorted(set.intersection(*map(set, values)))
 
 
 def final(summary: Metrics, metric: str) -> float | None:
-    """What a whole run comes to: the headline of ruling 20, a mean of as many losses, bytes of a client."""
+    """The final value of a run: mean of the last evaluations or losses; for bytes, mean over all clients."""
     table, _, name = metric.partition(".")
     if metric == HEADLINE or table == "accuracy":
         return float(summary["accuracy"][name or summary["headline"]]["mean_of_last"])
@@ -164,27 +167,27 @@ def final(summary: Metrics, metric: str) -> float | None:
 
 
 def early(summary: Metrics, metric: str) -> float | None:
-    """What a run begins with: the mean of its first evaluations, as many as the last ones of its figure."""
+    """The initial value of a run: the mean of its first evaluations, as many as `final` takes."""
     return mean_of(curve(summary, metric)[:LAST])
 
 
 def mean_of(points: Sequence[tuple[int, float]]) -> float | None:
-    """The mean over some rounds; None over none."""
+    """The mean over rounds; None without any."""
     return statistics.fmean(value for _, value in points) if points else None
 
 
 def curve(summary: Metrics, metric: str) -> list[tuple[int, float]]:
-    """A metric by round, where it is known."""
+    """A metric by round, at the rounds that have it."""
     lines = [(line["round"], value_of(line, metric, summary["headline"])) for line in summary["history"]]
     return [(t, float(value)) for t, value in lines if value is not None]
 
 
 def is_accuracy(metric: str) -> bool:
-    """Whether a metric is a share of images that are classified rightly."""
+    """True if a metric is an accuracy."""
     return metric == HEADLINE or metric.startswith("accuracy.")
 
 
 def value_of(line: Metrics, metric: str, headline: str) -> Any:
-    """A metric in a line of metrics."""
+    """The value of a metric in a line of the history."""
     table, _, name = metric.partition(".")
     return line["accuracy"][headline] if metric == HEADLINE else line.get(table, {}).get(name)

@@ -1,4 +1,4 @@
-"""The work on cells: trains what the ledger lacks, several at once on a GPU, and resumes what was cut."""
+"""A sweep: trains the cells that the ledger lacks, several at once on a GPU, and resumes interrupted runs."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from fedhassle.settings.build import build_dataset, settings_hash
 
 log = logging.getLogger("fedhassle")
 
-J = TypeVar("J")  # a cell, made ready to be trained
+J = TypeVar("J")  # a job: a cell that is ready to train
 
 RUNS = Path("runs/reproduce")
-SIDE_BY_SIDE = 3  # on a GPU, which one run of small networks does not fill
+SIDE_BY_SIDE = 3  # default number of runs on a GPU; a single run of small networks does not fill it
 
 
 @dataclass(frozen=True)
-class Held:
-    """A cell in work, and the lock that keeps other processes from it."""
+class LockedCell:
+    """A cell in training, and the lock that keeps other processes away from it."""
 
     cell: Cell
     lock: ExitStack
 
 
-class Clock:
-    """How much of a budget is left, and what rounds and beginnings take."""
+class BudgetClock:
+    """Tracks a time budget, and how long rounds and starts of runs take."""
 
     def __init__(self, budget: float | None) -> None:
         self._end = None if budget is None else time.monotonic() + budget
         self._since: dict[int, float] = {}  # when a run began, or ended its last round
-        self._rounds: dict[int, float] = {}  # seconds of the last round of each run; of the first one, 0
-        self._start = 0.0  # the longest that a run took to the end of its first round, where kernels are made
+        self._rounds: dict[int, float] = {}  # seconds of the last round of each run; 0 for its first one
+        self._start = 0.0  # the longest time to the end of a first round, which includes compilation
 
     def note(self, event: Event) -> None:
-        """Takes the time."""
+        """Records the time of an event."""
         now = time.monotonic()
         took = now - self._since.get(event.run, now)
         self._since[event.run] = now
@@ -62,19 +62,19 @@ class Clock:
             self._start = max(self._start, took)
 
     def allows_round(self) -> bool:
-        """Whether another round of each run ends in time."""
+        """True if another round of each run ends in time."""
         return self._allows(max(self._rounds.values(), default=0.0))
 
     def allows_start(self) -> bool:
-        """Whether a new run gets anywhere; it need not end in time, since it can be resumed."""
+        """True if a new run completes a round in time; it can be resumed later."""
         return self._allows(self._start)
 
     def _allows(self, seconds: float) -> bool:
         return self._end is None or time.monotonic() + seconds < self._end
 
 
-class Work:
-    """The cells that a ledger lacks, on their way into it."""
+class Sweep:
+    """Trains the cells that a ledger lacks and adds their results to it."""
 
     def __init__(
         self,
@@ -93,32 +93,32 @@ class Work:
         self.width = (together or SIDE_BY_SIDE) if on_gpu(self.cells) else 1
         self.done: list[Cell] = []
         self.failed: list[tuple[Cell, BaseException]] = []
-        self.barred: list[BaseException] = []  # of cells that need the images which one of `failed` lacks
-        self._elsewhere: list[Cell] = []  # those that other processes were at when their turn came
-        self._clock = Clock(budget)
+        self.barred: list[BaseException] = []  # errors of cells that lack the same images as a failed one
+        self._elsewhere: list[Cell] = []  # cells that another process had locked when their turn came
+        self._clock = BudgetClock(budget)
         self._load = Loader()
-        self._taken: list[Held] = []  # by the place of the run
-        self._going: set[int] = set()
+        self._taken: list[LockedCell] = []  # by the index of the run
+        self._going: set[int] = set()  # indices of the runs in training
 
     @property
     def about(self) -> str:
-        """Where the cells are made."""
+        """The device and the number of runs at once, in words."""
         return f"on {self.cells[0].identity.device}, {self.width} at once"
 
     @property
     def left(self) -> list[Cell]:
-        """The cells that are still not there, for whatever reason."""
+        """The cells that the ledger still lacks, for whatever reason."""
         self.ledger.refresh()
         return [cell for cell in self.cells if cell.identity not in self.ledger]
 
     @property
     def elsewhere(self) -> list[Cell]:
-        """Those of them that another process was at when this one was done with its own."""
+        """The missing cells that another process was training when this one finished."""
         return [cell for cell in self.left if cell in self._elsewhere]
 
     @property
     def cut(self) -> list[tuple[Cell, int]]:
-        """Those that are begun and that nobody is at, with the round from which they go on."""
+        """The interrupted cells that no process is training, with the round of their last checkpoint."""
         others = [*self._elsewhere, *(cell for cell, _ in self.failed)]
         begun = [
             (cell, round_files(Folder(self._home(cell)).checkpoints))
@@ -128,19 +128,19 @@ class Work:
         return [(cell, max(files)) for cell, files in begun if files]
 
     def cell(self, event: Event) -> Cell:
-        """The cell that an event is about."""
+        """The cell of an event."""
         return self._taken[event.run].cell
 
     def seconds(self, run: Identity) -> float | None:
-        """How long a run takes, by what was measured."""
+        """The expected duration of a run, from earlier runs."""
         return self.ledger.seconds(run)
 
     def opened(self) -> AbstractContextManager[None]:
-        """What the work needs around it: nothing, in this process."""
+        """The context in which the sweep runs; nothing is needed in this process."""
         return nullcontext()
 
     def carry_out(self) -> Generator[Event]:
-        """Trains cell after cell, for as long as the budget allows."""
+        """Trains cell after cell, as long as the budget allows."""
         events = self._events()
         try:
             for event in events:
@@ -149,16 +149,16 @@ class Work:
                 if not self._clock.allows_round():
                     return
         finally:
-            events.close()  # ends each run after its round, before others may have it
+            events.close()  # ends each run after its round, before its lock is released
             for place in list(self._going):
                 self._settle(place)
 
     def _events(self) -> Generator[Event]:
-        """What happens while the cells are trained; closed, it ends each run after its round."""
+        """The events of the training; closing the generator ends each run after its round."""
         return train_several(self._ready(partial(prepare, load=self._load)), self.width)
 
     def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
-        """The cells made ready, each when its turn comes; those of other processes are looked at again."""
+        """The jobs of the cells, each prepared when its turn comes; locked cells are retried once."""
         yield from self._ready_of(self.cells, make)
         again, self._elsewhere = self._elsewhere, []
         yield from self._ready_of(again, make)
@@ -172,14 +172,14 @@ class Work:
                 yield job
 
     def _take(self, cell: Cell, make: Callable[[Cell, Folder], J]) -> J | None:
-        """Makes a cell ready under its lock; None where nothing is to do, or nothing can be done."""
+        """Prepares a cell under its lock; None if it is done, locked by another process, or fails."""
         with ExitStack() as stack:
             try:
                 lock = self._home(cell).with_suffix(".lock")
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 lock.touch()
                 stack.enter_context(locked(lock))
-            except (BusyError, FileNotFoundError):  # in work, or just finished, elsewhere
+            except (BusyError, FileNotFoundError):  # another process trains it, or has just finished it
                 self._elsewhere.append(cell)
                 return None
             self.ledger.refresh()
@@ -188,7 +188,7 @@ class Work:
                 return None
             try:
                 summary = self._result(cell)
-                if summary is not None:  # its process ended before it could tell the ledger
+                if summary is not None:  # its process ended before it could write to the ledger
                     self._keep(cell, summary)
                     return None
                 job = make(cell, Folder(self._home(cell)))
@@ -197,11 +197,11 @@ class Work:
                 self._give_up(cell, error)
                 return None
             self._going.add(len(self._taken))
-            self._taken.append(Held(cell, stack.pop_all()))
+            self._taken.append(LockedCell(cell, stack.pop_all()))
             return job
 
     def _give_up(self, cell: Cell, error: Exception) -> None:
-        """Tells of a cell that cannot begin; quietly where an error is raised again, as `Loader` does."""
+        """Records a cell that cannot start; logs it unless `Loader` raised the same error before."""
         if any(error is known for _, known in self.failed):
             self.barred.append(error)
             return
@@ -209,7 +209,7 @@ class Work:
         self.failed.append((cell, error))
 
     def _note(self, event: Event) -> None:
-        """Takes in what happened."""
+        """Updates the clock and the results after an event."""
         self._clock.note(event)
         if event.ended:
             if event.error is not None:
@@ -217,7 +217,7 @@ class Work:
             self._settle(event.run)
 
     def _settle(self, place: int) -> None:
-        """Keeps the result of a run if there is one; then others may have its cell."""
+        """Adds the result of a run to the ledger, if it has one, and releases its lock."""
         self._going.discard(place)
         held = self._taken[place]
         with held.lock:
@@ -229,29 +229,29 @@ class Work:
                 self.failed.append((held.cell, error))
 
     def _result(self, cell: Cell) -> Metrics | None:
-        """The summary of a cell's run, if that is finished."""
+        """The summary of a cell's run; None if it is not finished."""
         return summary_of(cell, Folder(self._home(cell)))
 
     def _keep(self, cell: Cell, summary: Metrics) -> None:
-        """Tells the ledger of a finished run, then removes what only an unfinished one needs."""
+        """Adds a finished run to the ledger, then removes its checkpoints and its lock."""
         self.ledger.add(summary, min(self.width, len(self.cells)))
         self.done.append(cell)
         home = self._home(cell)
         clear(Folder(home))
-        home.with_suffix(".lock").unlink(missing_ok=True)  # whoever waits for it finds the cell in the ledger
+        home.with_suffix(".lock").unlink(missing_ok=True)  # a process that waits finds it in the ledger
 
     def _home(self, cell: Cell) -> Path:
-        """The run folder of a cell, the same from whichever experiment it comes."""
+        """The run folder of a cell, the same for all experiments that share the run."""
         return self.runs / f"{cell.identity.settings_hash[:8]}-{cell.seed}"
 
 
 def on_gpu(cells: Sequence[Cell]) -> bool:
-    """Whether any of the cells trains on a GPU."""
+    """True if any of the cells trains on a GPU."""
     return any(cell.identity.device != "cpu" for cell in cells)
 
 
 def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
-    """The run of a cell, new or as far as it came, on the device that is asked for now."""
+    """The run of a cell, new or resumed, on the device that is requested now."""
     if not folder.begun:
         return start(cell.requested, folder.path, load)
     run = reopen(folder.path, stored_device(cell.requested), load)
@@ -260,7 +260,7 @@ def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:
 
 
 def summary_of(cell: Cell, folder: Folder) -> Metrics | None:
-    """The summary in the folder of a cell's run, if it is there."""
+    """The summary in the folder of a cell's run; None if there is none."""
     if not folder.summary.exists():
         return None
     summary = read_summary(folder.path)
@@ -269,11 +269,11 @@ def summary_of(cell: Cell, folder: Folder) -> Metrics | None:
 
 
 def clear(folder: Folder) -> None:
-    """Removes what only an unfinished run needs."""
+    """Removes the files that only an unfinished run needs."""
     for part in (folder.checkpoints, folder.memory):
         shutil.rmtree(part, ignore_errors=True)
 
 
 def require_own(cell: Cell, path: Path, key: tuple[str, int]) -> None:
-    """Refuses a folder that another run has taken."""
+    """Refuses the folder of another run."""
     require(key == cell.identity.key, f"{path} holds another run than {cell.key}: move it away")

@@ -1,4 +1,4 @@
-"""The experiments that are shipped, the paper's figures beside them, and how a part of them is chosen."""
+"""The shipped experiments, the paper's printed results, and the selection of cells."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ from fedhassle.data.catalogue import CATALOGUE, Dataset
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.reproduce.experiment import (
-    Narrowing,
+    Selection,
     cells,
     experiments,
     read_experiment,
     select,
 )
-from fedhassle.reproduce.paper import printed
+from fedhassle.reproduce.paper import paper_results
 from fedhassle.settings.build import build_method, build_net, build_split
 from fedhassle.settings.request import flat, layer, request
 from fedhassle.settings.schema import resolve
@@ -48,7 +48,7 @@ def cell(name, key):
 
 
 def test_every_table_and_figure_has_its_experiment():
-    assert set(experiments()) == set(SIZES) == set(printed())
+    assert set(experiments()) == set(SIZES) == set(paper_results())
 
 
 @cache
@@ -77,7 +77,7 @@ def method_of(name, settings):
 
 @cache
 def holdings(name, settings):
-    """How many labelled and unlabelled images each client of a split has; settings in JSON, seed 0."""
+    """The numbers of labelled and unlabelled images of each client of a split; settings in JSON, seed 0."""
     chosen = resolve(request("paper", {"data": name, "split": json.loads(settings)}))
     split = build_split(chosen, black(name))
     split.check(CATALOGUE[name].images[0])
@@ -142,7 +142,7 @@ def fraction(text):
 
 def test_unlabelled_clients_are_added_to_five_of_2500_images():
     """A thousand labels each, which are 10 % of CIFAR-10's 50,000 together, whoever is added."""
-    for one in cells(read_experiment("unlabelled-clients"), Narrowing(seeds=1)):
+    for one in cells(read_experiment("unlabelled-clients"), Selection(seeds=1)):
         added = int(one.choices[0].id)
         assert holdings_of(resolve(one.requested)) == [(1000, 1500)] * 5 + [(0, 2500)] * added
 
@@ -260,17 +260,19 @@ def by_methods(lines):
 
 def test_the_figures_are_those_of_the_papers_tables():
     tables = [block.splitlines() for block in TABLES.strip().split("\n\n")]
-    assert {lines[0].split()[0] for lines in tables} == {n for n, one in printed().items() if one.values}
+    assert {lines[0].split()[0] for lines in tables} == {
+        n for n, one in paper_results().items() if one.values
+    }
     for lines in tables:
         expected = dict((by_methods if "FMNIST" in lines[0] else by_predictions)(lines))
-        values = printed()[lines[0].split()[0]].values
+        values = paper_results()[lines[0].split()[0]].values
         found = {(name, metric): share for name, its in values.items() for metric, share in its.items()}
         assert found == pytest.approx({place: figure / 100 for place, figure in expected.items()}, abs=1e-12)
 
 
 def test_what_the_paper_prints_twice_is_the_same():
     """One setting in several of its tables: 10 % labelled, α = 0.1, HASSLE as it is."""
-    tables = {name: printed()[name] for name in SIZES}
+    tables = {name: paper_results()[name] for name in SIZES}
     for data, method in itertools.product(("fmnist", "cifar10", "cifar100"), list(METHODS)[:7]):
         both = tables["table1"].of(f"{data}-10%-{method}"), tables["table-noniid"].of(f"{data}-0.1-{method}")
         assert both[0] and both[0] == both[1]
@@ -285,7 +287,7 @@ def test_what_the_paper_prints_twice_is_the_same():
 @EACH
 def test_the_papers_figures_belong_to_cells(name):
     """All of a table, none of a figure; none of what the paper does not have."""
-    experiment, paper = read_experiment(name), printed()[name]
+    experiment, paper = read_experiment(name), paper_results()[name]
     assert paper.source == experiment.source and paper.says
     in_paper = {one.name for one in cells(experiment) if all(choice.paper for choice in one.choices)}
     assert set(paper.values) == (in_paper if experiment.source.startswith("Table") else set())
@@ -303,8 +305,8 @@ def test_what_the_paper_does_not_have_is_marked():
 # A part of them
 
 
-def keys(name, **narrowing):
-    return [one.key for one in select([read_experiment(name)], Narrowing(**narrowing))[name]]
+def keys(name, **selection):
+    return [one.key for one in select([read_experiment(name)], Selection(**selection))[name]]
 
 
 @pytest.mark.parametrize(
@@ -325,41 +327,38 @@ def test_a_part_is_chosen_by_the_words_of_its_key(only, methods, seeds, expected
 def test_a_method_is_found_where_no_axis_names_it():
     assert keys("ratio", methods=("fedavg",), seeds=1) == ["0-0"]
     chosen = [read_experiment(name) for name in ("table1", "ablation")]
-    both = select(chosen, Narrowing(methods=("hassle",), only=("cifar10-10%", "gra"), seeds=1))
+    both = select(chosen, Selection(methods=("hassle",), only=("cifar10-10%", "gra"), seeds=1))
     assert [one.key for one in both["table1"]] == ["cifar10-10%-hassle-0"]
     assert [one.key for one in both["ablation"]] == ["gra-no-mpa-0", "gra-mpa-0"]
 
 
 def test_settings_of_ones_own_make_other_runs():
-    changed = Narrowing(methods=("hassle",), changes=("rounds=50", "method.residual_steps=9"), seeds=1)
+    changed = Selection(methods=("hassle",), changes=("rounds=50", "method.residual_steps=9"), seeds=1)
     for one in select([read_experiment("table1")], changed)["table1"]:
         assert one.identity.rounds == 50
         assert one.identity.settings_hash != cell("table1", one.key).identity.settings_hash
 
 
 @pytest.mark.parametrize(
-    ("narrowing", "message"),
+    ("selection", "message"),
     [
-        ({"only": ("cifar10-15%",)}, "--only 'cifar10-15%' fits no cell.*known are fmnist, cifar10"),
+        ({"only": ("cifar10-15%",)}, "--only 'cifar10-15%'.*known are fmnist, cifar10"),
         ({"only": ("cifar",)}, "did you mean 'cifar10'"),
-        ({"only": ("10%-cifar10",)}, "fits no cell"),
-        ({"methods": ("hasle",)}, "--methods 'hasle' fits no cell, did you mean 'hassle'"),
-        ({"only": ("fmnist-fedavg",), "methods": ("sage",)}, "leave no cell"),
+        ({"only": ("10%-cifar10",)}, "--only '10%-cifar10' matches no cell"),
+        ({"methods": ("hasle",)}, "--methods 'hasle' matches no cell, did you mean 'hassle'"),
+        ({"only": ("fmnist-fedavg",), "methods": ("sage",)}, "both --only and --methods"),
         ({"seeds": 0}, "at least 1, got 0"),
         ({"changes": ("seed=3",)}, "--seeds"),
         ({"only": ("cifar10-10",)}, "did you mean 'cifar10-10%'"),
-        (
-            {"changes": ("data=fmnist-mini",)},
-            "table1: data is what its axis 'data' sets.*--only or --methods",
-        ),
-        ({"changes": ("split.labels.full=3",)}, "split.labels is what its axis 'labels' sets"),
-        ({"changes": ("method.name=sage",), "only": ("5%",)}, "axis 'method' sets.*an experiment file"),
+        ({"changes": ("data=fmnist-mini",)}, "table1: data .* axis 'data'.*--only or --methods"),
+        ({"changes": ("split.labels.full=3",)}, "split.labels .* axis 'labels'"),
+        ({"changes": ("method.name=sage",), "only": ("5%",)}, "axis 'method'.* experiment file"),
         ({"changes": ("roundz=3",)}, r"table1 fmnist-5%-fedavg-0: unknown setting 'roundz'.*'rounds'"),
     ],
 )
-def test_a_part_that_is_not_there_is_refused(narrowing, message):
+def test_a_selection_that_matches_nothing_is_refused(selection, message):
     with pytest.raises(UserError, match=message):
-        keys("table1", **narrowing)
+        keys("table1", **selection)
 
 
 @pytest.mark.parametrize(("name", "hint"), [("tabel1", "'table1'"), ("abblation", "'ablation'")])
@@ -395,41 +394,57 @@ def test_two_experiments_of_one_name_are_refused(tmp_path):
         path.parent.mkdir()
         path.write_text(GOOD.replace("fedavg", method))
     with pytest.raises(UserError, match="two experiments are called 'mine'"):
-        select([read_experiment(str(path)) for path in paths], Narrowing())
+        select([read_experiment(str(path)) for path in paths], Selection())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("title = 1", "title must be of type str, got 1"),
-        ('title = "x"', "needs 'axis'"),
-        ("axis = []", "needs 'title'"),
-        ('title = "x"\naxis = []', "needs axes"),
-        ("titel = 1\n" + GOOD, "has no 'titel', did you mean 'title'"),
-        ("seeds = 0\n" + GOOD, "seeds must be at least 1, got 0"),
-        ("seeds = true\n" + GOOD, "seeds must be of type int, got True"),
-        ('show = "pie"\n' + GOOD, "show must be one of table"),
-        ('rows = ["methods"]\n' + GOOD, "'methods' is no axis, did you mean 'method'"),
-        ('show = "lines"\n' + GOOD, "show = 'lines' needs columns"),
-        ('show = "bars"\n' + GOOD, "show = 'bars' needs columns"),
-        ("metrics = [1]\n" + GOOD, "1 is no metric: write one of accuracy, loss, bytes_up, bytes_down"),
-        ('metrics = ["acuracy.EM"]\n' + GOOD, "'acuracy.EM' is no metric"),
-        ('metrics = ["loss"]\n' + GOOD, "'loss' is no metric"),
+        (GOOD.replace('"Mine"', "1"), "title: .*string, got 1"),
+        ('title = "x"', "axis: field required"),
+        (GOOD.replace("title", "# title"), "title: field required"),
+        ('title = "x"\naxis = []', "no axes"),
+        ("titel = 1\n" + GOOD, "unknown key 'titel', did you mean 'title'"),
+        ("name = 'x'\n" + GOOD, "unknown key 'name'"),
+        ("seeds = 0\n" + GOOD, "seeds: .*greater than or equal to 1, got 0"),
+        ("seeds = true\n" + GOOD, "seeds: .*integer, got True"),
+        ('seeds = "2"\n' + GOOD, "seeds: .*integer, got '2'"),
+        ('show = "pie"\n' + GOOD, "show: .*'table', .*got 'pie'"),
+        ('rows = ["methods"]\n' + GOOD, "'methods' is not an axis, did you mean 'method'"),
+        ('show = "lines"\n' + GOOD, "columns: show = 'lines'"),
+        ('show = "bars"\n' + GOOD, "columns: show = 'bars'"),
+        ("metrics = [1]\n" + GOOD, "metrics.0: .*string, got 1"),
+        ('metrics = ["acuracy.EM"]\n' + GOOD, "metrics.0: .*accuracy, loss, bytes_up, .*got 'acuracy.EM'"),
+        ('metrics = ["loss"]\n' + GOOD, "metrics.0: .*got 'loss'"),
         ("settings = { seed = 1 }\n" + GOOD, "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "b", set = { seed = 1 }'), "seeds = N"),
-        (GOOD.replace('id = "b"', 'id = "a"'), "an id of its own"),
-        (GOOD.replace('id = "b"', 'set = { method = "sage" }'), "choice needs 'id'"),
-        (GOOD.replace('id = "b"', 'id = "b", name = "B"'), "choice has no 'name'"),
-        (GOOD + '[[axis]]\nname = "method"\nchoices = [{ id = "c" }]', "a name of its own"),
-        ('title = "x"\naxis = [1]', "axis must be a table"),
-        ("title = ", "is not valid TOML"),
+        (GOOD.replace('id = "b"', 'id = "a"'), "axis.0: two choices are called 'a'"),
+        ('title = "x"\naxis = [{ name = "x", choices = [] }]', "axis.0: there are no choices"),
+        (GOOD.replace('id = "b"', "id = 1"), "axis.0.choices.1.id: .*string, got 1"),
+        (GOOD.replace('id = "b"', 'set = { method = "sage" }'), "axis.0.choices.1.id: field required"),
+        (GOOD.replace('id = "b"', 'id = "b", name = "B"'), "unknown key 'axis.0.choices.1.name'"),
+        (GOOD.replace('id = "b"', 'id = "b", paper = 1'), "axis.0.choices.1.paper: .*boolean, got 1"),
+        (GOOD + '[[axis]]\nname = "method"\nchoices = [{ id = "c" }]', "two axes are called 'method'"),
+        ('title = "x"\naxis = [1]', "axis.0: .*got 1"),
+        ("title = ", "not valid TOML"),
     ],
 )
-def test_a_file_that_is_no_experiment_is_refused(text, message, tmp_path):
+def test_a_file_that_is_not_an_experiment_is_refused(text, message, tmp_path):
+    """The error names the file and the key."""
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"mine\.toml.*{message}") as refused:
         read_experiment(str(path))
+    assert "\n" not in str(refused.value).strip()
+
+
+def test_every_error_of_a_file_has_a_line(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("seeds = 0\nrows = 1\n" + GOOD)
+    with pytest.raises(UserError) as refused:
+        read_experiment(str(path))
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"{path}: rows: ") and second.startswith(f"{path}: seeds: ")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""`fedhassle reproduce --ray`: cells are tasks of Ray, and end in the same figures."""
+"""`fedhassle reproduce --ray`: cells are Ray tasks, and give the same results."""
 
 import asyncio
 import json
@@ -20,10 +20,19 @@ from small import LIMIT, but_seconds, call, checkpoints, environment, interrupti
 
 from fedhassle.errors import UserError
 from fedhassle.reproduce import ray
-from fedhassle.reproduce.experiment import Narrowing, cells, read_experiment
+from fedhassle.reproduce.experiment import Selection, cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.ray import Board, Errand, Node, Share, SpreadWork, carried_out, look, share_of
-from fedhassle.reproduce.sweep import Work
+from fedhassle.reproduce.ray import (
+    Allocation,
+    CellTask,
+    Machine,
+    ProgressBoard,
+    RaySweep,
+    allocation_for,
+    check_machine,
+    train_cell,
+)
+from fedhassle.reproduce.sweep import Sweep
 from fedhassle.runs import several
 
 TINY = f"""
@@ -37,7 +46,7 @@ method.name = "fedavg"
 name = "step"
 choices = [{{ id = "fine" }}, {{ id = "wild", set = {{ method.lr = 1e30, method.clip = 0.0 }} }}]
 """
-SMALL, LARGE = Node("a", "small", 0, 2), Node("b", "large", 4, 16)
+SMALL, LARGE = Machine("a", "small", 0, 2), Machine("b", "large", 4, 16)
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +57,14 @@ def tiny(images, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chosen(tiny):
-    return cells(read_experiment(str(tiny)), Narrowing(only=("fine",)))
+    return cells(read_experiment(str(tiny)), Selection(only=("fine",)))
 
 
 @pytest.fixture(scope="module")
 def made(chosen, tmp_path_factory):
-    """A folder in which the good half was made without Ray."""
+    """A folder in which the good half was trained without Ray."""
     folder = tmp_path_factory.mktemp("made")
-    work = Work(Ledger(folder / "results"), chosen, folder / "runs")
+    work = Sweep(Ledger(folder / "results"), chosen, folder / "runs")
     assert all(event.error is None for event in work.carry_out()) and not work.left
     return folder
 
@@ -71,67 +80,67 @@ def results(folder):
     return found
 
 
-def errand(cell, home, share=None):
-    share = share or Share(1, 1)
-    sent = replace(cell, requested=share.applied(cell.requested))
-    return Errand(sent, cell.identity, str(home), share.sharing)
+def task(cell, home, allocation=None):
+    allocation = allocation or Allocation(1, 1)
+    sent = replace(cell, requested=allocation.applied(cell.requested))
+    return CellTask(sent, cell.identity, str(home), allocation.sharing)
 
 
 def asked(chosen, **settings):
-    """Cells with other settings, which are not looked at yet."""
+    """Cells with other settings, which are not checked yet."""
     return [
         replace(cell, requested=cell.requested._replace(layers=(*cell.requested.layers, settings)))
         for cell in chosen
     ]
 
 
-# Shares
+# Allocations
 
 
 @pytest.mark.parametrize("sharing", [1, 2, 3, 6, 7, 12])
-def test_as_many_as_share_a_gpu_fit_on_it_and_no_more(sharing):
-    part = round(10_000 * Share(sharing, 0).resources["num_gpus"])  # Ray counts ten-thousandths
+def test_exactly_as_many_cells_fit_on_a_gpu_as_share_it(sharing):
+    part = round(10_000 * Allocation(sharing, 0).resources["num_gpus"])  # Ray counts ten-thousandths
     assert part > 0 and 10_000 // part == sharing
 
 
-def test_a_cell_takes_a_part_of_a_gpu_where_there_is_one(chosen):
-    share = share_of(asked(chosen, device="auto"), [SMALL, LARGE], None)
-    assert share == Share(3, 0) and share.places([SMALL, LARGE]) == 12
-    assert share_of(asked(chosen, device="auto"), [LARGE], 5).places([SMALL, LARGE]) == 20
-    assert share.resources["num_cpus"] == 0
+def test_a_cell_takes_a_part_of_a_gpu_if_there_is_one(chosen):
+    allocation = allocation_for(asked(chosen, device="auto"), [SMALL, LARGE], None)
+    assert allocation == Allocation(3, 0) and allocation.places([SMALL, LARGE]) == 12
+    assert allocation_for(asked(chosen, device="auto"), [LARGE], 5).places([SMALL, LARGE]) == 20
+    assert allocation.resources["num_cpus"] == 0
 
 
-def test_else_it_takes_as_many_cores_as_it_has_threads(chosen):
-    assert share_of(chosen, [SMALL, LARGE], 5) == Share(1, 1)  # the settings say device=cpu
-    assert share_of(asked(chosen, device="auto", threads=0), [SMALL], None) == Share(1, 1)
-    share = share_of(asked(chosen, threads=3), [SMALL, LARGE], None)
-    assert share == Share(1, 3) and share.places([SMALL, LARGE]) == 5
-    assert share.resources == {"num_cpus": 3}
+def test_without_a_gpu_a_cell_takes_as_many_cores_as_it_has_threads(chosen):
+    assert allocation_for(chosen, [SMALL, LARGE], 5) == Allocation(1, 1)  # the settings say device=cpu
+    assert allocation_for(asked(chosen, device="auto", threads=0), [SMALL], None) == Allocation(1, 1)
+    allocation = allocation_for(asked(chosen, threads=3), [SMALL, LARGE], None)
+    assert allocation == Allocation(1, 3) and allocation.places([SMALL, LARGE]) == 5
+    assert allocation.resources == {"num_cpus": 3}
 
 
-def test_what_no_machine_has_is_told(chosen):
-    with pytest.raises(UserError, match=r"no machine of the Ray cluster has 3 cores: .* threads=N"):
-        share_of(asked(chosen, threads=3), [SMALL, SMALL], None)
-    with pytest.raises(UserError, match="device=cuda: the Ray cluster has no GPU"):
-        share_of(asked(chosen, device="cuda"), [SMALL], None)
+def test_resources_that_no_machine_has_are_an_error(chosen):
+    with pytest.raises(UserError, match=r"3 cores: .* threads=N"):
+        allocation_for(asked(chosen, threads=3), [SMALL, SMALL], None)
+    with pytest.raises(UserError, match=r"device=cuda.* no GPU"):
+        allocation_for(asked(chosen, device="cuda"), [SMALL], None)
 
 
 @pytest.mark.parametrize(
-    ("device", "share", "expected"),
+    ("device", "allocation", "expected"),
     [
-        ("auto", Share(3, 0), {"device": "cuda", "threads": 1}),
-        ("cpu", Share(3, 0), {"device": "cpu", "threads": 1}),
-        ("auto", Share(1, 2), {"device": "cpu", "threads": 2}),
+        ("auto", Allocation(3, 0), {"device": "cuda", "threads": 1}),
+        ("cpu", Allocation(3, 0), {"device": "cpu", "threads": 1}),
+        ("auto", Allocation(1, 2), {"device": "cpu", "threads": 2}),
     ],
 )
-def test_settings_keep_to_the_share_and_to_what_was_asked_for(device, share, expected, chosen):
+def test_settings_follow_the_allocation_but_keep_a_chosen_device(device, allocation, expected, chosen):
     (cell,) = asked(chosen[:1], device=device)
-    applied = share.applied(cell.requested)
+    applied = allocation.applied(cell.requested)
     assert {key: applied.top(key, None) for key in expected} == expected
 
 
-def test_the_share_does_not_change_which_run_it_is(chosen):
-    sent = errand(chosen[0], "home", Share(1, 7)).cell
+def test_the_allocation_does_not_change_the_identity_of_a_run(chosen):
+    sent = task(chosen[0], "home", Allocation(1, 7)).cell
     assert sent.identity.key == chosen[0].identity.key and "7 threads" in sent.identity.machine
 
 
@@ -144,7 +153,7 @@ def never(step):
 
 def test_a_task_makes_the_same_run(chosen, made, tmp_path):
     heard = []
-    summary = carried_out(errand(chosen[0], tmp_path / "run"), heard.append)
+    summary = train_cell(task(chosen[0], tmp_path / "run"), heard.append)
     assert [step and step.t for step in heard] == [None, 1, 2, 3, 4]
     Ledger(tmp_path / "results").add(json.loads(json.dumps(summary)))
     ((name, found),) = results(tmp_path).items()
@@ -152,51 +161,51 @@ def test_a_task_makes_the_same_run(chosen, made, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_task_that_is_told_to_stop_ends_after_its_round_and_goes_on_later(chosen, made, tmp_path):
-    sent = errand(chosen[0], tmp_path / "run")
-    assert carried_out(sent, lambda step: True) is None and not (tmp_path / "run").exists()
-    assert carried_out(sent, lambda step: step is not None and step.t == 2) is None
+def test_a_stopped_task_ends_after_its_round_and_resumes_later(chosen, made, tmp_path):
+    sent = task(chosen[0], tmp_path / "run")
+    assert train_cell(sent, lambda step: True) is None and not (tmp_path / "run").exists()
+    assert train_cell(sent, lambda step: step is not None and step.t == 2) is None
     assert [path.stem for path in checkpoints(tmp_path / "run")] == ["round-000001", "round-000002"]
     heard = []
-    summary = carried_out(sent, heard.append)
+    summary = train_cell(sent, heard.append)
     assert [step and step.t for step in heard] == [None, 3, 4]
     Ledger(tmp_path / "results").add(summary)
     ((name, found),) = results(tmp_path).items()
     assert found == results(made)[name]
 
 
-def test_a_run_that_lies_finished_on_the_machine_is_brought_back_as_it_is(chosen, tmp_path, monkeypatch):
-    sent = errand(chosen[0], tmp_path / "run")
-    first = carried_out(sent, never)
+def test_a_finished_run_on_the_machine_is_returned_as_it_is(chosen, tmp_path, monkeypatch):
+    sent = task(chosen[0], tmp_path / "run")
+    first = train_cell(sent, never)
     monkeypatch.setattr(ray, "train_run", None)
-    assert carried_out(sent, never) == first
+    assert train_cell(sent, never) == first
 
 
-def test_another_run_than_was_meant_is_refused_before_it_begins(chosen, tmp_path):
-    sent = errand(chosen[0], tmp_path / "run")
+def test_a_run_with_another_identity_is_refused_before_it_starts(chosen, tmp_path):
+    sent = task(chosen[0], tmp_path / "run")
     other = sent._replace(identity=sent.identity._replace(settings_hash="0" * 16))
-    with pytest.raises(UserError, match="its images or the version of fedhassle are others"):
-        carried_out(other, never)
-    assert "are others" in look([other]).error and not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="would be another run"):
+        train_cell(other, never)
+    assert "would be another run" in check_machine([other]).error and not (tmp_path / "run").exists()
 
 
-def test_a_machine_says_what_it_is_or_what_it_lacks(chosen, images, tmp_path):
-    sent = errand(chosen[0], tmp_path / "new" / "run")
-    assert look([sent]) == (sent.cell.identity.machine, None) and (tmp_path / "new").is_dir()
+def test_a_machine_reports_its_hardware_or_what_it_lacks(chosen, images, tmp_path):
+    sent = task(chosen[0], tmp_path / "new" / "run")
+    assert check_machine([sent]) == (sent.cell.identity.machine, None) and (tmp_path / "new").is_dir()
     (tmp_path / "file").touch()
-    blocked = errand(chosen[0], tmp_path / "file" / "run")
-    assert "cannot be written there: choose another --runs" in look([blocked]).error
+    blocked = task(chosen[0], tmp_path / "file" / "run")
+    assert f"{tmp_path / 'file'} cannot be written" in check_machine([blocked]).error
     away = tmp_path / "away.npz"
     shutil.copy(images, away)
     (cell,) = asked(chosen[:1], data={"name": str(away)})
-    lacking = errand(cell, tmp_path / "run")
+    lacking = task(cell, tmp_path / "run")
     away.unlink()
-    assert str(away) in look([lacking]).error
+    assert str(away) in check_machine([lacking]).error
 
 
-def test_the_board_passes_on_rounds_and_the_wish_to_stop():
+def test_the_board_passes_on_rounds_and_requests_to_stop():
     async def play():
-        board = Board()
+        board = ProgressBoard()
         assert not await board.note(0, None) and not await board.note(1, None)
         assert not await board.note(1, "first") and not await board.note(0, "second")
         assert await board.news() == [(1, "first"), (0, "second")]
@@ -221,7 +230,7 @@ def test_the_time_left_is_that_of_all_machines_together(chosen, made, tmp_path):
         summary = json.loads(file.read_text())
         hardware = {**summary["hardware"], "cpu": cpu}
         file.write_text(json.dumps({**summary, "seconds": seconds, "hardware": hardware}))
-    work = SpreadWork("local", Ledger(tmp_path / "results"), chosen)
+    work = RaySweep("local", Ledger(tmp_path / "results"), chosen)
     work._machines = [("a, 1 thread", 2), ("b, 1 thread", 1), ("unknown", 9)]
     assert work.seconds(chosen[0].identity) == pytest.approx(2)
     work._machines = [("unknown", 9)]
@@ -229,30 +238,30 @@ def test_the_time_left_is_that_of_all_machines_together(chosen, made, tmp_path):
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:", "", "two words:1"])
-def test_what_is_no_cluster_is_told(address, tiny, tmp_path, monkeypatch):
+def test_an_invalid_address_is_an_error(address, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = call("reproduce", tiny, "--ray", address)
-    assert (code, out) == (2, "") and "write local, auto, or HOST:PORT" in err
+    assert (code, out) == (2, "") and "local, auto, or HOST:PORT" in err
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nobody_answers_is_told_at_once(tiny, tmp_path, monkeypatch):
+def test_an_address_that_does_not_answer_is_an_error_at_once(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     code, out, err = call("reproduce", tiny, "--ray", f"127.0.0.1:{port}")
-    assert (code, out) == (2, "") and "nobody answers there; ray start --head" in err
+    assert (code, out) == (2, "") and "no answer; ray start --head" in err
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_extra_it_is_named(tiny, tmp_path, monkeypatch):
+def test_a_missing_ray_is_an_error_that_names_the_extra(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = call("reproduce", tiny, "--ray", "local")
     assert code == 2 and "pip install 'fedhassle[ray]'" in err and not list(tmp_path.iterdir())
 
 
-def test_where_nothing_is_lacking_no_cluster_is_needed(made, tiny, monkeypatch):
+def test_no_cluster_is_needed_if_no_cell_is_missing(made, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(several, "train_run", None)
     code, out, _ = call("reproduce", tiny, "--only", "fine", "--ray", "auto", "--results", made / "results")
@@ -263,7 +272,7 @@ def test_where_nothing_is_lacking_no_cluster_is_needed(made, tiny, monkeypatch):
 
 
 class Started:
-    """The command in a process group of its own; its processes are known by a word in their environment."""
+    """The command in its own process group; its processes are found by a mark in their environment."""
 
     def __init__(self, tiny, folder, *words):
         self.mark = uuid.uuid4().hex
@@ -323,7 +332,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
 
 @linux
 @pytest.mark.slow
-def test_tasks_fill_the_ledger_with_the_same_figures_and_a_failure_stops_no_other(made, tiny, tmp_path):
+def test_tasks_give_the_same_results_and_a_failure_stops_no_other(made, tiny, tmp_path):
     with Started(tiny, tmp_path) as command:
         code, out = command.ended()
     assert code == 1 and results(tmp_path) == results(made)
@@ -332,14 +341,14 @@ def test_tasks_fill_the_ledger_with_the_same_figures_and_a_failure_stops_no_othe
     assert sum("of 4  tiny fine-" in line for line in lines) == 2
     for seed in (0, 1):
         (line,) = {line for line in lines if line.startswith(f"tiny wild-{seed} failed: round ")}
-        assert line.endswith(", 127.0.0.1)")  # the machine, which listens to itself alone
+        assert line.endswith(", 127.0.0.1)")  # the machine, which listens on localhost alone
     assert "left: 2 of 4 runs" in out and len(list((tmp_path / "runs").glob("*.lock"))) == 2
 
 
 @linux
 @pytest.mark.slow
 def test_a_dead_process_is_replaced_and_ctrl_c_ends_after_the_round(chosen, tiny, tmp_path):
-    """A run that would last for days: its process is killed, another goes on with it, then all is stopped."""
+    """A run that would take days: its process is killed, another resumes it, then the command is stopped."""
     with Started(tiny, tmp_path, "--only", "fine-0", "--rounds", "900000") as command:
 
         def reached():
@@ -355,7 +364,7 @@ def test_a_dead_process_is_replaced_and_ctrl_c_ends_after_the_round(chosen, tiny
         os.killpg(command.process.pid, signal.SIGINT)
         code, out = command.ended()
     assert code == 130 and "run the same command again" in out
-    assert "tiny fine-0 goes on: its process or machine died" in out and before >= 10
+    assert "tiny fine-0 resumes" in out and before >= 10
     (home,) = (tmp_path / "runs").glob("*/")
     history = [json.loads(line)["round"] for line in (home / "metrics.jsonl").read_text().splitlines()]
     assert history == list(range(1, len(history) + 1)) and len(history) in (reached(), reached() + 1)

@@ -41,7 +41,7 @@ def rows_of(out):
 
 
 def figures_of(out, prediction):
-    """What stands behind a prediction in its row."""
+    """The numbers behind a prediction in its row."""
     (row,) = [row for row in rows_of(out) if prediction in row]
     return row[row.index(prediction) + 1 :]
 

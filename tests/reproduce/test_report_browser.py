@@ -4,7 +4,7 @@ import ledgers
 import pytest
 from browser import browser, executable
 
-from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+from fedhassle.reproduce.experiment import Selection, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.report import content
 from fedhassle.reproduce.report.html import page
@@ -68,7 +68,7 @@ def report(request, tmp_path_factory):
     """A page of all experiments: nothing run, some of it and a broken file, everything."""
     folder = tmp_path_factory.mktemp(request.param)
     chosen = {name: read_experiment(name) for name in experiments()}
-    every = select(list(chosen.values()), Narrowing())
+    every = select(list(chosen.values()), Selection())
     step = {"empty": 0, "part": 5, "whole": 1}[request.param]
     for name, its in every.items():
         for place, cell in enumerate(its[::step] if step else []):
@@ -111,7 +111,7 @@ def test_dark_is_dark(tab, report):
 
 
 def test_printed_it_is_black_on_white_and_whole(tab, report):
-    """What is folded up on the screen is printed too, and nothing scrolls on paper."""
+    """Print includes what is folded up on the screen, and nothing scrolls on paper."""
     tab.show(report, dark=True, media="print")
     assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.run("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
@@ -130,7 +130,7 @@ PHONE = """(() => {
   return {
     wraps: all('.tile dt', e => getComputedStyle(e).overflowWrap),
     fits: all('.tile dt', e => e.scrollWidth <= e.clientWidth),
-    names: Math.max(...all('#table1 .figures tbody th', wide)) / wide(box),
+    names: Math.max(...all('#table1 .measurements tbody th', wide)) / wide(box),
     charts: Math.max(...all('section > figure .chart', e => wide(e) / wide(e.parentElement))),
     named: all('section > figure .chart', named),
     attached: getComputedStyle(box).backgroundAttachment,
@@ -152,8 +152,8 @@ def test_a_phone_shows_words_whole_names_of_lines_and_where_there_is_more(tab, r
 def test_only_the_best_is_bold(tab, report):
     tab.show(report)
     weight = "(s => [...document.querySelectorAll(s)].map(e => getComputedStyle(e).fontWeight))"
-    assert set(tab.run(f"{weight}('.figures .gap')")) <= {"400"}
-    assert set(tab.run(f"{weight}('.figures b')")) <= {"700"}
+    assert set(tab.run(f"{weight}('.measurements .gap')")) <= {"400"}
+    assert set(tab.run(f"{weight}('.measurements b')")) <= {"700"}
 
 
 def test_wide_tables_scroll_by_themselves_and_by_keyboard(tab, report):

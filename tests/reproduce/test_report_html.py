@@ -14,14 +14,15 @@ import pytest
 from small import call
 
 from fedhassle.data.split import split
-from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment, select
+from fedhassle.reproduce.experiment import Selection, cells, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.report import content
 from fedhassle.reproduce.report.content import MISSING, OTHER, PARTIAL
 from fedhassle.reproduce.report.findings import CONFIRMED, IN_PART, NOT, SO_FAR, UNKNOWN, WITHIN, findings
-from fedhassle.reproduce.report.grid import grid
-from fedhassle.reproduce.report.html import difference, letters, page
+from fedhassle.reproduce.report.html import direction, letters, page
+from fedhassle.reproduce.report.layout import result_table
 from fedhassle.reproduce.report.plots import by_round, draw_holdings, over_columns, shared_split, splits
+from fedhassle.reproduce.report.wording import signed
 from fedhassle.settings.build import build_dataset, build_split, holdings
 from fedhassle.settings.request import request
 from fedhassle.settings.schema import resolve
@@ -30,25 +31,25 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 @cache
-def chosen(names, narrowing):
+def chosen(names, selection):
     """Experiments and their cells; who they are is found out once."""
     found = {name: read_experiment(name) for name in names or experiments()}
-    return found, select(list(found.values()), narrowing)
+    return found, select(list(found.values()), selection)
 
 
 def by_key(name):
     """The cells of an experiment by their keys."""
-    return {cell.key: cell for cell in chosen((), Narrowing())[1][name]}
+    return {cell.key: cell for cell in chosen((), Selection())[1][name]}
 
 
-def made(folder, *names, **narrowing):
+def made(folder, *names, **selection):
     """The report on experiments, or on parts of them."""
-    found, its = chosen((), Narrowing())
+    found, its = chosen((), Selection())
     if names:
         found = {name: found[name] for name in names}
         its = {name: its[name] for name in names}
-    if narrowing:
-        found, its = chosen(names, Narrowing(**narrowing))
+    if selection:
+        found, its = chosen(names, Selection(**selection))
     return content.report(found, its, Ledger(folder))
 
 
@@ -145,14 +146,14 @@ def test_other_rounds_are_shown_but_not_compared(text, ledger):
     assert {pair.low.label for pair in claim.known} == {"FedAvg", "FedProx"}
 
 
-def test_the_best_rival_is_bold_and_no_other(text, ledger):
-    assert bold_of(text) == []  # rivals that the paper has are missing
+def test_only_the_best_method_is_bold(text, ledger):
+    assert bold_of(text) == []  # methods of the paper are missing
     methods = ("fedavg", "fedprox", "hassle", "central", "sage")
     assert bold_of(page(made(ledger, "table1", methods=methods))) == ["71.00"]  # not the reference
 
 
 def bold_of(text):
-    """What is bold in table 1."""
+    """The bold texts of table 1."""
     table = text.partition('<section id="table1"')[2].partition("</section>")[0]
     return re.findall(r"<b>(.*?)</b>", table)
 
@@ -188,7 +189,7 @@ def test_what_was_made_with_other_rounds_is_pale_in_a_figure(tmp_path):
     assert "faint" not in page(made(tmp_path, "gamma")).partition("</style>")[2]
     ledgers.put(tmp_path, ledgers.summary(its["0.01-0"], ledgers.hassle(0.5), rounds=9))
     text = page(made(tmp_path, "gamma")).partition("</style>")[2]
-    assert text.count("faint") == 3 and "What is pale was made with other rounds." in text
+    assert text.count("faint") == 3 and "Pale: " in text
 
 
 def test_how_every_number_was_made(text, ledger):
@@ -258,7 +259,7 @@ choices = [{ id = "m&m", label = "m&m|_%" }]
 def test_names_may_contain_anything(tmp_path):
     file = tmp_path / "nasty.toml"
     file.write_text(NASTY.replace("\\\\", "\\"))
-    (cell,) = cells(read_experiment(str(file)), Narrowing(seeds=1))
+    (cell,) = cells(read_experiment(str(file)), Selection(seeds=1))
     ledgers.put(tmp_path / "l", ledgers.summary(cell, {"<x>": 0.5, "model": 0.6}, versions={"<v>": "&"}))
     code, _, err = call("report", file, "--results", tmp_path / "l", "-o", tmp_path / "report.html")
     assert (code, err) == (0, "")
@@ -326,22 +327,23 @@ def test_the_papers_own_figures_confirm_its_claims(name, tmp_path):
     """But for one of its suspicious cells: FedAvg+MixMatch on CIFAR-100 with 10 %."""
     results_from_the_paper(tmp_path, name)
     for finding in findings(made(tmp_path, name)):
-        broken = [pair for pair in finding.pairs if not pair.holds]
+        broken = [pair for pair in finding.comparisons if not pair.holds]
         if finding.claim.rises == "alpha":
             assert [(pair.where, pair.high.label) for pair in broken] == [
                 ("CIFAR-100, FedAvg+MixMatch", "0.1")
             ]
-            assert finding.verdict == IN_PART and len(finding.pairs) == 42
+            assert finding.verdict == IN_PART and len(finding.comparisons) == 42
         else:
             assert not broken and finding.verdict == CONFIRMED, finding.claim.says
 
 
 def test_a_claim_comes_to_all_its_comparisons(tmp_path):
     counts = {
-        (one.section.experiment.name, one.claim.says): len(one.pairs) for one in findings(made(tmp_path))
+        (one.section.experiment.name, one.claim.says): len(one.comparisons)
+        for one in findings(made(tmp_path))
     }
     assert all(counts.values())
-    assert counts["table1", "HASSLE is above every rival that the paper has"] == 9 * 6
+    assert counts["table1", "HASSLE is above every baseline of the paper"] == 9 * 6
     assert counts["table1", "EM ≥ UM ≥ SM"] == 9 * 2
     assert counts["ablation", "GRA helps, with MPA and without"] == 2
     assert counts["unlabelled-clients", "HASSLE improves with more unlabelled clients"] == 3
@@ -350,11 +352,11 @@ def test_a_claim_comes_to_all_its_comparisons(tmp_path):
 
 
 def test_verdicts(ledger, tmp_path):
-    rival, order = findings(made(ledger, "table1"))
-    assert rival.verdict == SO_FAR
-    asked = "(54 are asked for, these are in 1 of 9 settings)"
+    best, order = findings(made(ledger, "table1"))
+    assert best.verdict == SO_FAR
+    asked = "(of 54 in all; these cover 1 of 9 settings)"
     spread = "2 of 2 gaps over several seeds exceed their spread, for it."  # 9 > 1, seed by seed
-    assert rival.numbers == f"holds in 2 of 2 comparisons {asked}, by 9.00 to 12.16 points; {spread}"
+    assert best.numbers == f"holds in 2 of 2 comparisons {asked}, by 9.00 to 12.16 points; {spread}"
     assert order.verdict == SO_FAR and "by 0.00 to 1.00 points" in order.numbers  # level is no lower
     gra, mpa, alone, _ = findings(made(ledger, "ablation"))
     assert {one.verdict for one in (gra, mpa, alone)} == {UNKNOWN}
@@ -362,10 +364,9 @@ def test_verdicts(ledger, tmp_path):
     ledgers.put(tmp_path, ledgers.summary(ablation["gra-mpa-0"], ledgers.hassle(0.5)))
     ledgers.put(tmp_path, ledgers.summary(ablation["no-gra-mpa-0"], ledgers.hassle(0.6)))
     gra, *_ = findings(made(tmp_path, "ablation"))
-    asked = "(2 are asked for, these are in 1 of 2 settings)"
-    spread = "on one seed, so that the spread over seeds is not known."
     assert gra.verdict == NOT
-    assert gra.numbers == f"fails in 1 of 1 comparison {asked}, by 10.00 points; {spread}"
+    assert gra.numbers.startswith("fails in 1 of 1 comparison (of 2 in all; these cover 1 of 2 settings)")
+    assert "by 10.00 points; on one seed" in gra.numbers
 
 
 def ablation_of(folder, gra_mpa, gra_no_mpa, no_gra_mpa=(0.3, 0.3, 0.3), no_gra_no_mpa=(0.3, 0.3, 0.3)):
@@ -385,7 +386,7 @@ def test_noise_confirms_nothing(tmp_path):
     assert gra.verdict == CONFIRMED and gra.numbers.endswith(
         "2 of 2 gaps over several seeds exceed their spread, for it."
     )
-    assert [pair.clear for pair in mpa.pairs] == [False, False] and mpa.verdict == WITHIN
+    assert [pair.clear for pair in mpa.comparisons] == [False, False] and mpa.verdict == WITHIN
     assert mpa.numbers == (
         "holds in 2 of 2 comparisons, by 0.00 to 0.01 points; "
         "0 of 2 gaps over several seeds exceed their spread."
@@ -422,15 +423,13 @@ def test_comparisons_on_one_seed_are_told_from_the_others(tmp_path):
 
 def test_runs_that_are_counted_again_are_said_to_be_the_same(ledger):
     numbers = {(one.section.experiment.source, one.claim.says): one.numbers for one in findings(made(ledger))}
-    same = "The same runs as Table 1."
-    rival = "HASSLE is above every rival that the paper has"
-    assert numbers["Table 7", rival].endswith(same) and same not in numbers["Table 1", rival]
+    same = "Same runs as Table 1."
+    best = "HASSLE is above every baseline of the paper"
+    assert numbers["Table 7", best].endswith(same) and same not in numbers["Table 1", best]
     assert numbers["Fig. 4", "UM is above SM from a ratio of 2 on"].endswith(same)
-    assert numbers["Table 2", "EM ≥ UM ≥ SM"].endswith(
-        "Among them, with the same runs, 2 comparisons of Table 1."
-    )
-    alone = findings(made(ledger, "table-noniid"))[0].numbers  # of which no other table is shown
-    assert "same runs" not in alone
+    assert numbers["Table 2", "EM ≥ UM ≥ SM"].endswith("with the same runs, 2 comparisons of Table 1.")
+    alone = findings(made(ledger, "table-noniid"))[0].numbers  # no other table is shown
+    assert "ame runs" not in alone
 
 
 # Claims on losses, bytes and how far predictions lie apart
@@ -458,7 +457,7 @@ def test_losses_are_held_against_what_the_paper_says_of_them(begin, end, verdict
         ledgers.put(tmp_path, history(cell, [begin] * 10 + [(9.0, 9.0)] * 5 + [end] * 10))
     found = findings(made(tmp_path, "training-loss"))
     assert [one.verdict for one in found] == verdicts
-    assert [pair.gap for one in found for pair in one.pairs] == pytest.approx(
+    assert [pair.gap for one in found for pair in one.comparisons] == pytest.approx(
         [begin[1] - begin[0], end[0] - 0.9, end[1] - 0.9]
     )
     assert f"{end[0]:.3f} ± 0.000 beside the paper's 0.900 (near: within 10 %)" in found[1].numbers
@@ -469,7 +468,7 @@ def test_how_far_two_predictions_lie_apart_is_compared(tmp_path):
         um = 0.69 if key.startswith("suma") else 0.72  # SM is at 0.7: either way they lie apart
         ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.72, um=um, sm=0.7)))
     _, closer, with_suma, without = findings(made(tmp_path, "mutual-learning"))
-    assert closer.verdict == CONFIRMED and closer.pairs[0].gap == pytest.approx(1)
+    assert closer.verdict == CONFIRMED and closer.comparisons[0].gap == pytest.approx(1)
     assert with_suma.verdict == CONFIRMED and without.verdict == NOT  # 1 is near 0.94, 2 is not near 2.29
     assert "2.00 ± 0.00 beside the paper's 2.29 points" in without.numbers
 
@@ -506,10 +505,10 @@ def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, g
     for key, cell in by_key("gamma").items():
         ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(at if key.startswith("0.1-") else rest)))
     (worst,) = findings(made(tmp_path, "gamma"))
-    assert [(pair.high.label, pair.low.label) for pair in worst.pairs] == [
+    assert [(pair.high.label, pair.low.label) for pair in worst.comparisons] == [
         (other, "0.1") for other in ("0", "0.0001", "0.001", "0.01")
     ]
-    assert [pair.gap for pair in worst.pairs] == pytest.approx([gap] * 4)
+    assert [pair.gap for pair in worst.comparisons] == pytest.approx([gap] * 4)
     assert worst.verdict == verdict
 
 
@@ -523,19 +522,19 @@ def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, g
     ],
 )
 def test_a_difference_is_coloured_by_its_sign(points, look, shown):
-    assert difference(points) == f'<span class="gap {look}">{shown}</span>'
+    assert (direction(points, 2), signed(points)) == (look, shown)
 
 
 @pytest.mark.parametrize(
-    "narrowing",
+    "selection",
     [{"only": ("cifar10-10%",)}, {"methods": ("hassle", "fedavg")}, {"seeds": 1}],
     ids=["part", "methods", "seeds"],
 )
-def test_a_part_confirms_nothing(narrowing, tmp_path):
+def test_a_part_confirms_nothing(selection, tmp_path):
     results_from_the_paper(tmp_path, "table1")
-    found, its = chosen(("table1",), Narrowing(**narrowing))
-    rival, *_ = findings(content.report(found, its, Ledger(tmp_path), Narrowing(**narrowing)))
-    assert len(rival.known) == len(rival.pairs) > 0 and rival.verdict == SO_FAR
+    found, its = chosen(("table1",), Selection(**selection))
+    best, *_ = findings(content.report(found, its, Ledger(tmp_path), Selection(**selection)))
+    assert len(best.known) == len(best.comparisons) > 0 and best.verdict == SO_FAR
 
 
 def test_figures_are_compared_on_the_seeds_that_both_have(tmp_path):
@@ -551,19 +550,19 @@ def test_figures_are_compared_on_the_seeds_that_both_have(tmp_path):
         for seed, score in seeds.items():
             made_up = {"model": score} if method != "hassle" else ledgers.hassle(score)
             ledgers.put(tmp_path, ledgers.summary(table[f"cifar10-10%-{method}-{seed}"], made_up))
-    rival, _ = findings(made(tmp_path, "table1"))
-    gaps = {pair.low.label: (pytest.approx(pair.gap), pair.seeds) for pair in rival.known}
+    best, _ = findings(made(tmp_path, "table1"))
+    gaps = {pair.low.label: (pytest.approx(pair.gap), pair.seeds) for pair in best.known}
     assert gaps == {"FedAvg": (10, [0]), "FedProx": (5, [0])}  # no seed in common with RSCFed
-    assert "on one seed each" in rival.numbers
+    assert "on one seed each" in best.numbers
     shown = page(made(tmp_path, "table1"))
     assert ">60.00</span></td>" in shown and "45.00 ± 21.21</span></td>" not in shown
     ledgers.put(tmp_path, ledgers.summary(table["cifar10-10%-hassle-1"], ledgers.hassle(0.44)))
-    rival, _ = findings(made(tmp_path, "table1"))
-    (fedavg,) = (pair for pair in rival.known if pair.low.label == "FedAvg")
+    best, _ = findings(made(tmp_path, "table1"))
+    (fedavg,) = (pair for pair in best.known if pair.low.label == "FedAvg")
     assert fedavg.difference == pytest.approx((12, 8**0.5)) and fedavg.clear  # though both differ by more
 
 
-def test_the_best_is_so_on_the_seeds_that_all_rivals_have(tmp_path):
+def test_the_best_is_the_best_on_the_common_seeds(tmp_path):
     """FedProx has the higher mean, by a seed that FedAvg lacks."""
     table = by_key("table1")
     for method, seed, score in (("fedavg", 0, 0.6), ("fedprox", 0, 0.5), ("fedprox", 1, 0.9)):
@@ -571,7 +570,9 @@ def test_the_best_is_so_on_the_seeds_that_all_rivals_have(tmp_path):
 
     def best(*methods):
         (section,) = made(tmp_path, "table1", methods=methods).sections
-        entries = [entry for line in grid(section).lines for entry in line.entries if entry and entry.best]
+        entries = [
+            entry for line in result_table(section).rows for entry in line.cells if entry and entry.best
+        ]
         return [(entry.result.choices[-1].id, entry.best_on) for entry in entries]
 
     assert best("fedavg", "fedprox") == [("fedavg", (0,))]
@@ -587,7 +588,7 @@ def test_the_best_is_so_on_the_seeds_that_all_rivals_have(tmp_path):
 
 def test_the_page_says_which_figure_is_the_papers_and_what_figures_are(text):
     shown = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
-    assert "71.11beneath it the paper's" in shown and "accuracies in %" in shown
+    assert "71.11below it the paper's" in shown and "accuracies in %" in shown
 
 
 def test_single_seeds_confirm_nothing(tmp_path):
@@ -595,15 +596,15 @@ def test_single_seeds_confirm_nothing(tmp_path):
         if key.endswith("-0"):
             ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5 + 0.1 * key.startswith("gra"))))
     gra, *_ = findings(made(tmp_path, "ablation"))
-    assert all(pair.holds for pair in gra.pairs) and gra.verdict == SO_FAR
+    assert all(pair.holds for pair in gra.comparisons) and gra.verdict == SO_FAR
 
 
 def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
     (bytes_sent,), (losses,) = (made(tmp_path, name).sections for name in ("communication", "training-loss"))
-    assert {figure.metric for one in bytes_sent.results for figure in one.figures} == {
+    assert {measurement.metric for one in bytes_sent.results for measurement in one.measurements} == {
         *bytes_sent.experiment.metrics
     }
-    assert [figure.metric for figure in losses.results[0].figures] == ["loss.w_S", "loss.w_U"]
+    assert [measurement.metric for measurement in losses.results[0].measurements] == ["loss.w_S", "loss.w_U"]
 
 
 def test_a_run_without_losses_is_no_error(tmp_path):
@@ -618,11 +619,11 @@ def test_a_run_without_losses_is_no_error(tmp_path):
 def test_a_chart_of_losses_has_no_accuracies_in_it(tmp_path):
     ledgers.put(tmp_path, ledgers.summary(by_key("training-loss")["hassle-0"], ledgers.hassle(0.7)))
     (section,) = made(tmp_path, "training-loss").sections
-    charted = replace(section.experiment, metrics=("loss.w_S",), show="curves")
+    charted = section.experiment.model_copy(update={"metrics": ("loss.w_S",), "show": "curves"})
     (one,) = section.results
-    other = replace(one, figures=(one.headline,))  # a method without such a loss shows its headline
+    other = replace(one, measurements=(one.headline,))  # a method without such a loss shows its headline
     chart = by_round(replace(section, experiment=charted, results=(one, other)))
-    assert chart.y_label == "loss" and len(chart.series) == len(one.figures)
+    assert chart.y_label == "loss" and len(chart.series) == len(one.measurements)
 
 
 CURVES = """
@@ -644,7 +645,7 @@ def curves_of(folder, methods, metrics=""):
     file = folder / "curves.toml"
     file.write_text(CURVES.replace("METRICS", metrics).replace("CHOICES", choices))
     experiment = read_experiment(str(file))
-    its = cells(experiment, Narrowing(seeds=1))
+    its = cells(experiment, Selection(seeds=1))
     for cell in its:
         scores = ledgers.hassle(0.5) if cell.method == "hassle" else {"model": 0.4}
         ledgers.put(folder / "l", ledgers.summary(cell, scores))
@@ -698,7 +699,7 @@ def test_the_axis_of_a_figure_ends_where_its_values_do(name, limits, tmp_path):
     chart = (
         by_round(section)
         if section.experiment.show == "curves"
-        else over_columns(section, grid(section), False)
+        else over_columns(section, result_table(section), False)
     )
     assert chart.limits == limits
 
@@ -710,10 +711,17 @@ def test_rows_and_columns_follow_the_experiment(ledger):
     (table,), (ablation,), (ratio,) = (
         made(ledger, name).sections for name in ("table1", "ablation", "ratio")
     )
-    assert grid(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(grid(table).lines) == 13
-    assert [line.labels for line in grid(ablation).lines] == [("✗", "✗"), ("✗", "✓"), ("✓", "✗"), ("✓", "✓")]
-    assert grid(ablation).headings == (("SM",), ("UM",), ("EM",))
-    lines = {line.labels: line.entries for line in grid(ratio).lines}
+    assert (
+        result_table(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(result_table(table).rows) == 13
+    )
+    assert [line.labels for line in result_table(ablation).rows] == [
+        ("✗", "✗"),
+        ("✗", "✓"),
+        ("✓", "✗"),
+        ("✓", "✓"),
+    ]
+    assert result_table(ablation).headings == (("SM",), ("UM",), ("EM",))
+    lines = {line.labels: line.cells for line in result_table(ratio).rows}
     assert list(lines) == [("accuracy",), ("SM",), ("UM",), ("EM",)]
     assert [entry is not None for entry in lines["accuracy",]] == [True] + [False] * 5
     assert [entry is not None for entry in lines["EM",]] == [False] + [True] * 5
@@ -721,7 +729,7 @@ def test_rows_and_columns_follow_the_experiment(ledger):
 
 def test_references_come_last(ledger):
     (section,) = made(ledger, "table1").sections
-    assert [line.reference for line in grid(section).lines] == [False] * 11 + [True] * 2
+    assert [line.reference for line in result_table(section).rows] == [False] * 11 + [True] * 2
 
 
 def test_the_split_is_that_of_the_paper(tmp_path):
@@ -746,7 +754,7 @@ def pictures(text):
 
 
 def test_the_splits_of_the_chosen_experiments_are_drawn(tmp_path):
-    """What experiments share above them, and what is one's own with it."""
+    """A shared split is drawn above the experiments, an experiment's own split with it."""
     found = pictures(page(made(tmp_path, "annotation", "ablation")))
     clients = "1 full, 9 partial, 10 unlabelled; 5,000 of 50,000 images labelled; α = 0.1, seed 0"
     assert found[0] == ("split", f"CIFAR-10; clients: {clients}")
@@ -774,7 +782,7 @@ def test_a_page_of_ones_own_has_its_own_title_and_split(tmp_path):
     text, markdown = ((tmp_path / f"r.{suffix}").read_text("utf-8") for suffix in ("html", "md"))
     assert "<h1>Curves</h1>" in text and "<title>fedhassle: Curves</title>" in text
     assert "\n# Curves\n" in markdown
-    assert "made again" not in text + markdown and "beside the paper's" not in text
+    assert "reproduced" not in text + markdown and "beside the paper's" not in text
     (found,) = pictures(text)
     assert found[0] == "split" and found[1].startswith(
         "a fifth of Fashion-MNIST; clients: 1 full, 9 partial, 10 unlabelled;"

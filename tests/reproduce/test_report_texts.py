@@ -13,26 +13,26 @@ import ledgers
 import pytest
 from small import call
 
-from fedhassle.reproduce.experiment import Narrowing, experiments, read_experiment, select
+from fedhassle.reproduce.experiment import Selection, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.report import content, latex, markdown
-from fedhassle.reproduce.report.csv import COLUMNS, tidy
+from fedhassle.reproduce.report.csv import COLUMNS, csv_text
 from fedhassle.reproduce.report.html import page
 from fedhassle.reproduce.report.wording import ONE_SEED, command
 
 ROOT = Path(__file__).parents[2]
 
 
-def made(folder, *names, **narrowing):
+def made(folder, *names, **selection):
     chosen = {name: read_experiment(name) for name in names or experiments()}
-    return content.report(chosen, select(list(chosen.values()), Narrowing(**narrowing)), Ledger(folder))
+    return content.report(chosen, select(list(chosen.values()), Selection(**selection)), Ledger(folder))
 
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory):
     """Of the ablation a whole cell, a partial, a missing one and one of other rounds; and a broken file."""
     folder = tmp_path_factory.mktemp("ledger")
-    its = {cell.key: cell for cell in select([read_experiment("ablation")], Narrowing())["ablation"]}
+    its = {cell.key: cell for cell in select([read_experiment("ablation")], Selection())["ablation"]}
     for seed in range(3):
         ledgers.put(folder, ledgers.summary(its[f"gra-mpa-{seed}"], ledgers.hassle(0.70 + 0.01 * seed)))
     ledgers.put(folder, ledgers.summary(its["no-gra-mpa-1"], ledgers.hassle(0.654321)))
@@ -46,9 +46,9 @@ def ledger(tmp_path_factory):
 
 @pytest.mark.parametrize(("file", "names"), [("README.md", ["table1"]), ("docs/results.md", [])])
 def test_the_documents_show_the_results_as_they_stand(file, names):
-    """If this fails after new results: fedhassle report -o README.md -o docs/results.md."""
+    """If this fails after new results, run: fedhassle report -o README.md -o docs/results.md."""
     text = (ROOT / file).read_text("utf-8")
-    assert markdown.renewed(text, made(ROOT / "results", *names)) == text
+    assert markdown.updated(text, made(ROOT / "results", *names)) == text
 
 
 def test_every_link_of_the_results_leads_somewhere():
@@ -89,7 +89,7 @@ def test_a_table_in_markdown(ledger):
     assert "4 of 12 runs are done." in text and "`fedhassle reproduce ablation`" in text
 
 
-BOLD = "Bold: the best of a column in which all rivals have run"
+BOLD = "Bold: the best of a column in which everything has run"
 
 
 def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
@@ -97,7 +97,7 @@ def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
     (section,) = made(ledger, "ablation", only=("gra-mpa", "no-gra-mpa")).sections
     text, table = markdown.block(section), latex.table(section)
     assert "**71.00** ± 1.00 <sub>best on seed 1</sub> (67.79)" in text
-    assert f"{BOLD}, on the seeds that all there have." in text and BOLD in table
+    assert f"{BOLD}, on the seeds that all have in common." in text and BOLD in table
     assert r"\textbf{71.00} $\pm$ 1.00 \\" in table and "(67.79, +3.21)" in table
     (alone,) = made(ledger, "ablation").sections
     assert "Bold" not in markdown.block(alone) + latex.table(alone)
@@ -106,18 +106,18 @@ def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
 def test_figures_of_a_single_seed_say_so(ledger):
     (section,) = made(ledger, "communication").sections
     assert "| HASSLE | 70.00 <sub>seed 0</sub> | 1.000 |" in markdown.block(section)
-    assert "All of it is of seed 0." in latex.table(section)
+    assert "from seed 0." in latex.table(section)
     (section,) = made(ledger, "ablation").sections
-    assert "of seed 0" not in latex.table(section)
+    assert "from seed 0" not in latex.table(section)
 
 
 def test_what_a_gap_on_one_seed_is_worth_is_said_once_and_only_where_there_is_one(ledger, tmp_path):
     """GRA on seed 1 alone; then on the three seeds of both; bytes do not differ from run to run."""
-    its = {cell.key: cell for cell in select([read_experiment("ablation")], Narrowing())["ablation"]}
+    its = {cell.key: cell for cell in select([read_experiment("ablation")], Selection())["ablation"]}
     its |= {
-        cell.key: cell for cell in select([read_experiment("communication")], Narrowing())["communication"]
+        cell.key: cell for cell in select([read_experiment("communication")], Selection())["communication"]
     }
-    assert "differ by about 2 points" in ONE_SEED and "a smaller gap on one seed says nothing" in ONE_SEED
+    assert "differ by about 2 points" in ONE_SEED
     for write in (markdown.markdown, page):
         assert write(made(ledger, "ablation")).count(ONE_SEED) == 1
     assert markdown.blocks(made(ledger))[markdown.FINDINGS].endswith(f"|\n\n{ONE_SEED}")
@@ -127,7 +127,7 @@ def test_what_a_gap_on_one_seed_is_worth_is_said_once_and_only_where_there_is_on
         ledgers.put(tmp_path, ledgers.summary(its[key], {"model": 0.5}))
     for write in (markdown.markdown, page):
         text = write(made(tmp_path, "ablation", "communication"))
-        assert ONE_SEED not in text and "so that the spread over seeds is not known" in text
+        assert ONE_SEED not in text and "the spread over seeds is unknown" in text
 
 
 def test_the_whole_report_in_markdown(ledger):
@@ -160,8 +160,8 @@ def test_only_blocks_of_a_text_of_ones_own_are_renewed(ledger, tmp_path):
 def test_findings_are_those_of_the_whole_paper(ledger):
     """A report on a part leaves them as they are."""
     text = "<!-- table1 -->\nold\n<!-- /table1 -->\n<!-- findings -->\nold\n<!-- /findings -->\n"
-    assert "\nold\n" not in markdown.renewed(text, made(ledger))
-    part = markdown.renewed(text, made(ledger, "table1"))
+    assert "\nold\n" not in markdown.updated(text, made(ledger))
+    part = markdown.updated(text, made(ledger, "table1"))
     assert part.endswith("<!-- findings -->\nold\n<!-- /findings -->\n") and "FedAvg" in part
 
 
@@ -181,7 +181,7 @@ def test_a_part_or_other_settings_take_no_tables_place(words, ledger, tmp_path):
     table = "<!-- ablation -->\nwhole\n<!-- /ablation -->\n"
     mine.write_text(table)
     code, _, err = call("report", "ablation", *words, "--results", ledger, "-o", mine)
-    assert code == 2 and "keeps ablation whole" in err and "nothing was written" in err
+    assert code == 2 and "ablation" in err and "nothing was written" in err
     assert mine.read_text() == table
 
 
@@ -237,18 +237,18 @@ def test_a_report_in_markdown_is_written_over(ledger, tmp_path):
 
 def test_csv_holds_every_figure_in_full(ledger):
     report = made(ledger, "ablation")
-    lines = list(csv.DictReader(io.StringIO(tidy(report))))
+    lines = list(csv.DictReader(io.StringIO(csv_text(report))))
     assert tuple(lines[0]) == COLUMNS and len(lines) == 12
     found = {(line["cell"], line["metric"]): line for line in lines}
     for result in report.sections[0].results:
-        for figure in result.figures:
-            line = found[result.name, figure.metric]
+        for measurement in result.measurements:
+            line = found[result.name, measurement.metric]
             assert line["status"] == result.status and int(line["seeds"]) == len(result.runs)
-            assert float(line["paper"]) == pytest.approx(100 * figure.paper)
-            if figure.ours is None:
+            assert float(line["paper"]) == pytest.approx(100 * measurement.paper)
+            if measurement.ours is None:
                 assert line["mean"] == line["std"] == line["difference"] == line["rounds"] == ""
             else:
-                assert float(line["mean"]) == pytest.approx(100 * figure.ours.mean, rel=1e-14)
+                assert float(line["mean"]) == pytest.approx(100 * measurement.ours.mean, rel=1e-14)
     whole = found["gra-mpa", "accuracy.EM"]
     assert float(whole["mean"]) == pytest.approx(71) and float(whole["std"]) == pytest.approx(1)
     assert float(whole["difference"]) == pytest.approx(71 - 67.79) and whole["unit"] == "%"
@@ -261,18 +261,18 @@ def test_csv_holds_every_figure_in_full(ledger):
 def test_csv_has_no_noise_in_the_last_bits(tmp_path):
     """100 · (0.0615 + 0.1700 + 0.4630) / 3 is 23.150000000000002 in binary."""
     for seed, score in enumerate((0.0615, 0.1700, 0.4630)):
-        cell = select([read_experiment("ablation")], Narrowing(only=(f"gra-mpa-{seed}",)))["ablation"][0]
+        cell = select([read_experiment("ablation")], Selection(only=(f"gra-mpa-{seed}",)))["ablation"][0]
         ledgers.put(tmp_path, ledgers.summary(cell, {"EM": score}))
-    text = tidy(made(tmp_path, "ablation", only=("gra-mpa",)))
+    text = csv_text(made(tmp_path, "ablation", only=("gra-mpa",)))
     (line,) = csv.DictReader(io.StringIO(text))
     assert (line["mean"], line["difference"]) == ("23.15", "-44.64")
     assert max(len(word.partition(".")[2]) for word in (line["mean"], line["std"], line["paper"])) <= 10
 
 
 def test_csv_has_bytes_in_megabytes(tmp_path):
-    (cell,) = select([read_experiment("communication")], Narrowing(only=("hassle",)))["communication"]
+    (cell,) = select([read_experiment("communication")], Selection(only=("hassle",)))["communication"]
     ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.5)))
-    lines = csv.DictReader(io.StringIO(tidy(made(tmp_path, "communication", only=("hassle",)))))
+    lines = csv.DictReader(io.StringIO(csv_text(made(tmp_path, "communication", only=("hassle",)))))
     assert [(line["metric"], float(line["mean"]), line["unit"]) for line in lines] == [
         ("accuracy", 50.0, "%")
     ] + [
@@ -409,15 +409,15 @@ def made_by(line):
     program, command, name, *words = shlex.split(line)
     assert (program, command) == ("fedhassle", "reproduce")
     given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
-    narrowing = Narrowing(
+    selection = Selection(
         *(tuple(filter(None, given.get(key, "").split(","))) for key in ("only", "methods")),
         int(given["seeds"]) if "seeds" in given else None,
     )
-    return {cell.key for cell in select([read_experiment(name)], narrowing)[name]}
+    return {cell.key for cell in select([read_experiment(name)], selection)[name]}
 
 
 @pytest.mark.parametrize(
-    ("names", "narrowing"),
+    ("names", "selection"),
     [
         (["table1"], {"only": ("fmnist-10%",), "methods": ("hassle", "fedavg"), "seeds": 1}),
         (["table1"], {"only": ("cifar10-10%-sage-1",)}),
@@ -428,10 +428,10 @@ def made_by(line):
         (["communication"], {"seeds": 1}),
     ],
 )
-def test_the_command_beside_a_figure_makes_it_and_nothing_else(names, narrowing, tmp_path):
+def test_the_command_beside_a_figure_makes_it_and_nothing_else(names, selection, tmp_path):
     chosen = {name: read_experiment(name) for name in names}
-    wanted = select(list(chosen.values()), Narrowing(**narrowing))
-    report = content.report(chosen, wanted, Ledger(tmp_path), Narrowing(**narrowing))
+    wanted = select(list(chosen.values()), Selection(**selection))
+    report = content.report(chosen, wanted, Ledger(tmp_path), Selection(**selection))
     assert len(report.sections) == len(names)
     for section in report.sections:
         its = wanted[section.experiment.name]
@@ -448,9 +448,9 @@ def test_the_command_beside_a_figure_makes_it_and_nothing_else(names, narrowing,
 def changed(tmp_path_factory):
     """A ledger of the whole ablation with one epoch, as if it confirmed every claim; and all its texts."""
     folder = tmp_path_factory.mktemp("changed")
-    narrowing = Narrowing(changes=("method.epochs=1",))
+    selection = Selection(changes=("method.epochs=1",))
     scores = {"no-gra-no-mpa": 0.6, "no-gra-mpa": 0.65, "gra-no-mpa": 0.66, "gra-mpa": 0.7}
-    for cell in select([read_experiment("ablation")], narrowing)["ablation"]:
+    for cell in select([read_experiment("ablation")], selection)["ablation"]:
         ledgers.put(folder, ledgers.summary(cell, ledgers.hassle(scores[cell.name])))
     files = [folder / f"r.{suffix}" for suffix in ("html", "md", "csv", "tex")]
     flags = [word for file in files for word in ("-o", file)]
@@ -463,7 +463,7 @@ def changed(tmp_path_factory):
 @pytest.mark.parametrize("suffix", ["html", "md", "tex"])
 def test_runs_with_other_settings_are_named_as_such_and_compared_with_nothing(suffix, changed):
     text = changed[1][suffix].replace(r"\_", "_")
-    assert "Changed settings: method.epochs=1. So nothing is compared with the paper." in text
+    assert "Changed settings: method.epochs=1." in text
     assert "70.00" in text and "67.79" not in text  # EM of ours and of the paper
     assert "confirmed" not in text and "claims hold" not in text
 
@@ -478,7 +478,7 @@ def test_csv_has_the_changed_settings_in_a_column(changed):
 def test_the_terminal_names_changed_settings_too(changed):
     code, out, _ = call("reproduce", "ablation", "method.epochs=1", "--results", changed[0])
     assert code == 0 and "67.79" not in out
-    assert "Changed settings: method.epochs=1. So nothing is compared with the paper." in out
+    assert "Changed settings: method.epochs=1." in out
 
 
 @pytest.mark.parametrize("words", [["threads=1", "device=cpu"], ["--rounds", "200"]])
@@ -503,7 +503,7 @@ def test_a_file_of_ones_own_is_not_taken_for_the_papers_by_its_name(ledger, tmp_
     [
         (["-o", "report.pdf"], "a report ends in one of .html, .md, .csv, .tex, got 'report.pdf'"),
         (["nosuch"], "unknown experiment 'nosuch'"),
-        (["ablation", "--only", "gre"], "--only 'gre' fits no cell"),
+        (["ablation", "--only", "gre"], "--only 'gre' matches no cell"),
         (["ablation", "method.gama=1"], "unknown setting|gama"),
         (["ablation", "-o", "missing.html/r.csv"], "cannot be written"),
     ],

@@ -18,10 +18,10 @@ from fedhassle.data import download
 from fedhassle.errors import UserError
 from fedhassle.files import locked
 from fedhassle.reproduce import sweep as working
-from fedhassle.reproduce.experiment import Narrowing, cells, experiments, read_experiment
+from fedhassle.reproduce.experiment import Selection, cells, experiments, read_experiment
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.results import curve, figures, final
-from fedhassle.reproduce.sweep import Clock, Work
+from fedhassle.reproduce.results import curve, final, measurements
+from fedhassle.reproduce.sweep import BudgetClock, Sweep
 from fedhassle.reproduce.tables import duration, time_left
 from fedhassle.runs import several
 from fedhassle.runs.several import Event
@@ -109,9 +109,9 @@ FEDAVG = [key for key in KEYS if "fedavg" in key]  # half of the cells, and the 
 
 
 def work_on(tiny, folder, **options):
-    """Work on those of FedAvg."""
-    chosen = cells(read_experiment(str(tiny)), Narrowing(methods=("fedavg",)))
-    return Work(Ledger(folder / "results"), chosen, folder / "runs", **options)
+    """A sweep over the cells of FedAvg."""
+    chosen = cells(read_experiment(str(tiny)), Selection(methods=("fedavg",)))
+    return Sweep(Ledger(folder / "results"), chosen, folder / "runs", **options)
 
 
 def told(out):
@@ -147,24 +147,24 @@ def test_every_cell_is_made_and_told_of_with_its_result(made):
 def test_the_table_has_the_means_over_seeds(made, tiny):
     folder, out = made
     experiment = read_experiment(str(tiny))
-    shown = figures(experiment, cells(experiment), Ledger(folder / "results"))
+    shown = measurements(experiment, cells(experiment), Ledger(folder / "results"))
     assert [(f.name, f.metric) for f in shown] == [
         *(("0.5-fedavg", ""), ("0.5-hassle", "accuracy.SM"), ("0.5-hassle", "accuracy.EM")),
         *(("5-fedavg", ""), ("5-hassle", "accuracy.SM"), ("5-hassle", "accuracy.EM")),
     ]
-    for figure in shown:
-        alpha, method = figure.name.split("-")
+    for measurement in shown:
+        alpha, method = measurement.name.split("-")
         runs = [
             run
             for run in results(folder).values()
             if run["method"] == method and run["settings"]["split"]["alpha"] == float(alpha)
         ]
-        prediction = figure.metric.removeprefix("accuracy.") or "model"
+        prediction = measurement.metric.removeprefix("accuracy.") or "model"
         scores = [run["accuracy"][prediction]["mean_of_last"] for run in runs]
-        assert len(scores) == figure.done == figure.seeds == 2 and figure.paper is None
-        assert figure.ours.mean == pytest.approx(sum(scores) / 2)
-        assert figure.ours.std == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
-        assert f"{100 * figure.ours.mean:.2f} ± {100 * figure.ours.std:.2f}" in out
+        assert len(scores) == measurement.done == measurement.seeds == 2 and measurement.paper is None
+        assert measurement.ours.mean == pytest.approx(sum(scores) / 2)
+        assert measurement.ours.std == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
+        assert f"{100 * measurement.ours.mean:.2f} ± {100 * measurement.ours.std:.2f}" in out
     assert "HASSLE" in out and "nowhere" in out
 
 
@@ -446,8 +446,8 @@ def test_a_ledger_that_cannot_be_written_is_noticed_before_any_training(place, t
     code, out, err = call("reproduce", tiny, "--results", results, "--runs", runs)
     assert (code, out) == (2, "") and not runs.exists()
     assert err == (
-        f"fedhassle: no results can be kept in {results}: Not a directory: "
-        "name another folder with --results\n"
+        f"fedhassle: cannot write results to {results}: Not a directory: "
+        "choose another folder with --results\n"
     )
 
 
@@ -463,7 +463,7 @@ def test_a_result_that_cannot_be_kept_is_told_of_with_the_cause(made, tiny, tmp_
 
 
 def test_names_are_shown_as_they_are(made, tiny, tmp_path, idle):
-    """What rich would take for markup or an emoji, in all that an experiment names."""
+    """Markup and emoji of rich, in every name of an experiment."""
     shutil.copytree(made[0] / "results", tmp_path / "results")
     text = tiny.read_text().replace('"FedAvg"', '"FedAvg [ours]"').replace('"HASSLE"', '"H :star: [/i]"')
     text = text.replace('title = "Two methods', 'title = "Two [/b] :star: methods')
@@ -543,7 +543,7 @@ def test_a_machine_without_a_gpu_is_its_processor_and_threads(threads, text):
 
 def test_the_time_left_says_of_how_many_it_is_known(tiny):
     """Of two of four cells; of none; of all."""
-    chosen = cells(read_experiment(str(tiny)), Narrowing(methods=("fedavg",)))
+    chosen = cells(read_experiment(str(tiny)), Selection(methods=("fedavg",)))
     known = {cell.identity.key: 3600.0 for cell in chosen[:2]}
     assert time_left(chosen, lambda run: known.get(run.key)) == "2 h 0 min for 2 of 4; the rest unknown"
     assert time_left(chosen[:2], lambda run: known.get(run.key)) == "2 h 0 min"
@@ -609,7 +609,7 @@ def test_the_clock_knows_what_still_ends_in_time(monkeypatch):
     """Rounds of 2 s after a first one of 30 s, by a clock that is set by hand; 100 s in all."""
     now = SimpleNamespace(time=0.0)
     monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: now.time))
-    clock = Clock(100.0)
+    clock = BudgetClock(100.0)
 
     def at(time, event):
         now.time = time
@@ -626,7 +626,7 @@ def test_the_clock_knows_what_still_ends_in_time(monkeypatch):
     assert at(98, Event(0)) == (False, True)  # that run is over
     now.time = 100
     assert not clock.allows_round()
-    assert Clock(None).allows_round() and Clock(None).allows_start()
+    assert BudgetClock(None).allows_round() and BudgetClock(None).allows_start()
 
 
 def test_a_gpu_gets_several_runs_at_once(tiny, tmp_path, monkeypatch):

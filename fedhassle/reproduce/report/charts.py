@@ -1,4 +1,4 @@
-"""Charts as vector graphics for a page: lines and bars, coloured by the classes of the page's style sheet."""
+"""Line and bar charts as SVG for a page, coloured by the classes of the page's style sheet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fedhassle.reproduce.report.markup import Markup, joined, number, tag
+from markupsafe import Markup
+
+from fedhassle.reproduce.report.markup import joined, number, tag
 
 COLOURS = 8  # of the style sheet, called c0, c1, …
 WIDTH, HEIGHT = 680.0, 340.0
 LEFT, TOP, BOTTOM = 56.0, 16.0, 52.0
-TILTED = 46.0  # how much more room names need beneath the axis where they have to be tilted
-LETTER, BOLD = 7.4, 9.5  # the width of a letter, generously; the true one depends on the reader's fonts
-APART = 16.0  # the least distance between labels
-BESIDE = 8.0  # how far points of one column lie apart, where there is room
+TILTED = 46.0  # extra room below the axis for tilted names
+LETTER, BOLD = 7.4, 9.5  # generous width of a letter; the true one depends on the reader's fonts
+APART = 16.0  # minimum distance between labels
+BESIDE = 8.0  # distance between points of one column, if there is room
 MARKS = ("circle", "square", "triangle", "diamond")
 
 
 class Point(NamedTuple):
-    """A value, and how far it goes up and down over seeds."""
+    """A value and its standard deviation over seeds."""
 
     x: float
     y: float
@@ -29,30 +31,30 @@ class Point(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether it has a place: a result may hold NaN."""
+        """True if it can be drawn: a result may hold NaN."""
         return all(map(math.isfinite, (self.x, self.y, self.std or 0.0)))
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name. `paper`: what the paper prints for them."""
+    """Points of one line or group of bars. `paper`: the paper's values for them."""
 
     label: str
     points: tuple[Point, ...]
     paper: tuple[Point, ...] = ()
     look: str = "c0"  # the class that has its colour
     dashed: bool = False
-    faint: bool = False  # whether it was made in another way than asked for
+    faint: bool = False  # made with other rounds than requested
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Series on common axes. `ticks`: names of the places 0, 1, … where the axis has no numbers.
+    """Series on common axes. `ticks`: names of the places 0, 1, … on an axis without numbers.
 
-    `limits`: what a value can be at least and at most; a spread is not drawn beyond it.
+    `limits`: the lowest and highest possible value; a spread is not drawn beyond them.
     """
 
-    id: str  # of the element, its own on the page
+    id: str  # of the element, unique on the page
     title: str
     x_label: str
     y_label: str
@@ -63,32 +65,32 @@ class Chart:
 
 
 class Frame(NamedTuple):
-    """Where values lie on the picture."""
+    """Maps values to places in the picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
-    right: float  # of the axes, in the picture
-    base: float  # of the axes
-    tilted: bool  # whether names beneath the axis would meet if they were level
+    right: float  # end of the axes in the picture
+    base: float  # lower end of the axes
+    tilted: bool  # names below the axis are tilted, since they would overlap
 
     def across(self, x: float) -> float:
-        """The place of a value from left to right."""
+        """The horizontal place of a value."""
         low, high = self.x
         return LEFT + (x - low) / (high - low) * (self.right - LEFT)
 
     def up(self, y: float) -> float:
-        """The place of a value from top to bottom."""
+        """The vertical place of a value."""
         low, high = self.y
         return self.base - (y - low) / (high - low) * (self.base - TOP)
 
 
 def colour(place: int) -> str:
-    """The class of the colour that goes with a place."""
+    """The colour class of the n-th series."""
     return f"c{place % COLOURS}"
 
 
 def drawable(chart: Chart) -> Chart:
-    """A chart without the points that have no place."""
+    """A chart without the points that cannot be drawn."""
     series = [
         replace(one, points=tuple(point for point in one.points if point.finite)) for one in chart.series
     ]
@@ -96,20 +98,20 @@ def drawable(chart: Chart) -> Chart:
 
 
 def caption(chart: Chart) -> str:
-    """What a reader has to know of a chart."""
+    """The title of a chart and the meaning of its marks."""
     chart = drawable(chart)
     words = [chart.title if chart.title.endswith("?") else f"{chart.title}."]
     if any(point.std for series in chart.series for point in series.points):
-        words.append("Bands and lines up and down are one standard deviation over seeds.")
+        words.append("Bands and error bars: one standard deviation over seeds.")
     if any(series.paper for series in chart.series):
-        words.append("A cross is the paper's figure.")
+        words.append("Cross: the paper's value.")
     if any(series.faint for series in chart.series):
-        words.append("What is pale was made with other rounds.")
+        words.append("Pale: made with other rounds.")
     return " ".join(words)
 
 
 def draw_lines(chart: Chart) -> Markup:
-    """A line for each series: over columns with marks and spreads, by round with its name at its end."""
+    """A line for each series: over columns with marks and error bars, by round with its name at its end."""
     chart = drawable(chart)
     if chart.ticks:
         frame = framed(chart, WIDTH - 8)
@@ -125,7 +127,7 @@ def draw_lines(chart: Chart) -> Markup:
 
 
 def draw_bars(chart: Chart) -> Markup:
-    """Groups of bars side by side from zero, with the spread on top; named in a legend above them."""
+    """Groups of bars from zero with error bars, and a legend above them."""
     chart = drawable(chart)
     frame = framed(chart, WIDTH - 8)
     slots = max(len(chart.series), 1)
@@ -141,7 +143,7 @@ def draw_bars(chart: Chart) -> Markup:
 
 
 def side_by_side(series: Sequence[Series], columns: int, frame: Frame) -> list[Series]:
-    """Series over columns, moved a little so that their spreads do not lie on each other."""
+    """Series over columns, shifted so that their error bars do not overlap."""
     column = (frame.right - LEFT) / columns
     step = min(BESIDE / column, 0.6 / max(len(series), 1))
     moved = []
@@ -155,7 +157,7 @@ def side_by_side(series: Sequence[Series], columns: int, frame: Frame) -> list[S
 
 
 def extent(points: Sequence[Point], limits: tuple[float, float]) -> tuple[float, float]:
-    """The lowest and the highest of all points and of their spreads, as far as a value can be there."""
+    """The lowest and the highest value of all points with their spreads, within the limits."""
     least, most = limits
     if not points:
         return least if math.isfinite(least) else 0.0, most if math.isfinite(most) else 1.0
@@ -165,7 +167,7 @@ def extent(points: Sequence[Point], limits: tuple[float, float]) -> tuple[float,
 
 
 def framed(chart: Chart, right: float) -> Frame:
-    """The axes that show every point, with some room around them."""
+    """Axes that show every point."""
     points = [point for series in chart.series for point in (*series.points, *series.paper)]
     low, high = extent(points, chart.limits)
     if chart.from_zero:
@@ -184,19 +186,19 @@ def framed(chart: Chart, right: float) -> Frame:
 
 
 def tick_step(span: float, most: int = 6) -> float:
-    """The smallest of 1, 2, 5, 10 … and their tenths that makes no more ticks than that."""
+    """The smallest step of 1, 2 or 5 times a power of ten that gives at most that many ticks."""
     power = 10.0 ** math.floor(math.log10(span / most))
     return next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= most)
 
 
 def multiples(low: float, high: float, least: float = 0.0) -> list[float]:
-    """The ticks of an axis, at least so far apart: there is no half of a round."""
+    """The ticks of an axis, at least that far apart: rounds have no halves."""
     step = max(tick_step(high - low), least)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def picture(chart: Chart, frame: Frame, *drawn: Markup, legend: Markup | None = None) -> Markup:
-    """The whole of a chart, with its words for those who cannot see it."""
+    """A chart with its axes, legend, and a description for screen readers."""
     axes = joined(*grid_lines(chart, frame))
     empty = not any(series.points for series in chart.series)
     note = [text((LEFT + frame.right) / 2, HEIGHT / 2, "not run yet", "middle", "note")] if empty else []
@@ -218,7 +220,7 @@ def picture(chart: Chart, frame: Frame, *drawn: Markup, legend: Markup | None = 
 
 
 def description(chart: Chart) -> str:
-    """What the chart shows, in words."""
+    """The description of a chart for screen readers."""
     parts = [f"{chart.y_label} by {chart.x_label}."]
     for series in chart.series:
         if series.points:
@@ -231,12 +233,12 @@ def description(chart: Chart) -> str:
 
 
 def place(chart: Chart, point: Point) -> str:
-    """Where a point is, in the words of the axis."""
+    """The place of a point on the horizontal axis, in words."""
     return chart.ticks[round(point.x)] if chart.ticks else f"{point.x:g}"
 
 
 def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
-    """Lines across at each tick, their numbers, and the names of the axes."""
+    """Grid lines, the numbers at the ticks, and the names of the axes."""
     base = frame.base
     for value in multiples(*frame.y):
         y = frame.up(value)
@@ -258,7 +260,7 @@ def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
 
 
 def tick_name(x: float, y: float, label: str, tilted: bool) -> Markup:
-    """What stands beneath a tick."""
+    """The name below a tick."""
     turned = f"rotate(-30 {number(x)} {number(y)})" if tilted else None
     look = {"text_anchor": "end" if tilted else "middle", "class_": "tilted" if tilted else None}
     return tag("text", label, x=x, y=y, transform=turned, **look)
@@ -270,7 +272,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", class_: str | No
 
 
 def line(series: Series, place: int, frame: Frame, few: bool) -> Markup:
-    """A series: its spread, its line, and marks where its points are few."""
+    """A series: its line, its spread, and marks if its points are few."""
     places = [(frame.across(point.x), frame.up(point.y)) for point in series.points]
     parts = [tag("path", d=path(places), class_="line")] if len(places) > 1 else []
     if few or len(places) == 1:
@@ -284,12 +286,12 @@ def line(series: Series, place: int, frame: Frame, few: bool) -> Markup:
 
 
 def path(places: Sequence[tuple[float, float]]) -> str:
-    """Lines from place to place."""
+    """An SVG path through places."""
     return "M" + " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def band(points: Sequence[Point], frame: Frame) -> str:
-    """The outline of one standard deviation up and down, kept within the axes."""
+    """The outline of ± one standard deviation, clipped to the axes."""
     low, high = frame.y
     upper = [(frame.across(p.x), frame.up(min(p.y + (p.std or 0), high))) for p in points]
     lower = [(frame.across(p.x), frame.up(max(p.y - (p.std or 0), low))) for p in points]
@@ -297,14 +299,14 @@ def band(points: Sequence[Point], frame: Frame) -> str:
 
 
 def whisker(point: Point, frame: Frame, shift: float = 0.0) -> Markup:
-    """One standard deviation up and down, kept within the axes."""
+    """An error bar of ± one standard deviation, clipped to the axes."""
     (low, high), x, std = frame.y, frame.across(point.x + shift), point.std or 0.0
     ends = max(point.y - std, low), min(point.y + std, high)
     return tag("line", x1=x, x2=x, y1=frame.up(ends[0]), y2=frame.up(ends[1]), class_="whisker")
 
 
 def mark(x: float, y: float, place: int) -> Markup:
-    """A point, of a shape that goes with the place of its series: colour is not all that tells them apart."""
+    """A point whose shape depends on its series, so that colour is not the only difference."""
     shape = MARKS[place % len(MARKS)]
     if shape == "circle":
         return tag("circle", cx=x, cy=y, r=4.5)
@@ -317,14 +319,14 @@ def mark(x: float, y: float, place: int) -> Markup:
 
 
 def paper_mark(point: Point, frame: Frame, label: str) -> Markup:
-    """What the paper prints: a cross."""
+    """The paper's value: a cross."""
     x, y = frame.across(point.x), frame.up(point.y)
     arms = f"M{x - 5:.1f},{y - 5:.1f} l10,10 m0,-10 l-10,10"
     return tag("path", tag("title", f"{label}, the paper: {point.y:.2f}"), d=arms, class_="paper")
 
 
 def bar(point: Point, shift: float, width: float, series: Series, frame: Frame) -> Markup:
-    """One bar from zero, with its spread."""
+    """A bar from zero with its error bar."""
     left, right = (frame.across(point.x + shift + half * width) for half in (-0.46, 0.46))
     y, base = frame.up(point.y), frame.up(0.0)
     about = f"{series.label}: {point.y:.2f}" + ("" if point.std is None else f" ± {point.std:.2f}")
@@ -338,13 +340,13 @@ def bar(point: Point, shift: float, width: float, series: Series, frame: Frame) 
 
 
 def legend(series: Sequence[Series]) -> Markup:
-    """The names of series beside their colours; in HTML, where it wraps."""
+    """The names and colours of series, in HTML, which wraps."""
     keys = [tag("li", tag("span", class_=f"key {one.look}"), named(one)) for one in series]
     return tag("ul", *keys, class_="legend")
 
 
 def line_legend(series: Sequence[Series], marks: bool) -> Markup:
-    """The names of lines beside a piece of each; without marks lines have their names at their ends too."""
+    """The names of lines beside a sample of each; lines without marks have their names at their ends too."""
     keys = []
     for i, one in enumerate(series):
         piece = [tag("path", d=path([(0, 6), (28, 6)]), class_="line"), *([mark(14, 6, i)] if marks else [])]
@@ -362,12 +364,12 @@ def line_legend(series: Sequence[Series], marks: bool) -> Markup:
 
 
 def named(series: Series) -> str:
-    """The name of a series, and whether there is nothing of it."""
+    """The name of a series, with a remark if it has no points."""
     return series.label if series.points else f"{series.label} (not run)"
 
 
 def end_labels(series: Sequence[Series], frame: Frame) -> Iterator[Markup]:
-    """The name of each line at its end, moved apart where they would meet."""
+    """The name of each line at its end, moved apart if they would overlap."""
     ends = [(frame.up((one.points or one.paper)[-1].y), one) for one in series if one.points or one.paper]
     ends.sort(key=lambda end: end[0])
     places = spaced([y for y, _ in ends], TOP + 4, frame.base)
@@ -380,7 +382,7 @@ def end_labels(series: Sequence[Series], frame: Frame) -> Iterator[Markup]:
 
 
 def spaced(places: Sequence[float], low: float, high: float) -> list[float]:
-    """Sorted places, moved no further than needed to be apart; as far as there is room, within bounds."""
+    """Sorted places, moved apart by the minimum distance and kept within bounds as far as there is room."""
     apart = min(APART, (high - low) / max(len(places) - 1, 1))
     down = list(itertools.accumulate(places, lambda before, y: max(y, before + apart)))
     limit, moved = high, list[float]()

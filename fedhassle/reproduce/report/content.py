@@ -1,4 +1,4 @@
-"""What a report says, before it is written in any format: ledger and experiments as plain data."""
+"""The content of a report as plain data, before it is written in any format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from fedhassle.provenance import machine
-from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Narrowing, fitting
+from fedhassle.reproduce.experiment import Cell, Choice, Experiment, Selection, fitting
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.paper import HEADLINE, Printed, printed
+from fedhassle.reproduce.paper import HEADLINE, PaperResults, paper_results
 from fedhassle.reproduce.results import (
-    Figure,
+    Measurement,
     by_name,
     by_seed,
     curve,
     early,
-    figures_of,
+    measurements_of,
     paper_of,
     summaries,
 )
@@ -28,8 +28,8 @@ from fedhassle.settings.request import Request
 DONE, PARTIAL, OTHER, MISSING = "done", "partial", "other rounds", "missing"
 
 
-class Made(NamedTuple):
-    """How a run came about."""
+class RunProvenance(NamedTuple):
+    """The origin of a run: settings, machine, versions and file."""
 
     seed: int
     settings_hash: str
@@ -41,24 +41,24 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the ledger has of cells that differ in their seed alone."""
+class CellResult:
+    """The results of cells that differ in their seed alone."""
 
     name: str
     choices: tuple[Choice, ...]
-    figures: tuple[Figure, ...]
-    headline: Figure  # the accuracy that stands for its method
-    seeds: tuple[int, ...]  # that are wanted
+    measurements: tuple[Measurement, ...]
+    headline: Measurement  # the main accuracy of its method
+    seeds: tuple[int, ...]  # requested
     requested: Request  # the settings of its first seed
     curves: Mapping[str, Curve]  # by metric
     early: Mapping[str, Mapping[int, float]]  # by metric, then by seed: the mean of the first evaluations
-    runs: tuple[Made, ...]
+    runs: tuple[RunProvenance, ...]
     rounds: int  # of the runs
-    wanted: int  # rounds that the experiment asks for
+    wanted: int  # the rounds that the experiment asks for
 
     @property
     def status(self) -> str:
-        """Whether it can be compared with the paper: one of four words."""
+        """Done, partial (fewer seeds), made with other rounds, or missing."""
         if not self.runs:
             return MISSING
         if self.rounds != self.wanted:
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def comparable(self) -> bool:
-        """Whether it was made as the experiment asks for, with however few seeds."""
+        """True if it has the rounds that the experiment asks for, with any number of seeds."""
         return self.status in (DONE, PARTIAL)
 
 
@@ -76,56 +76,56 @@ class Section:
     """An experiment with its results."""
 
     experiment: Experiment
-    word: str  # what names it on the command line
-    narrowing: Narrowing  # which part of it is wanted, and what is changed
-    paper: Printed | None  # None too where its runs are not those of the paper
-    results: tuple[Result, ...]
+    word: str  # its name or file on the command line
+    selection: Selection
+    paper: PaperResults | None  # None also if its settings differ from the paper's
+    results: tuple[CellResult, ...]
     cells: int
     done: int
 
     @property
     def whole(self) -> bool:
-        """Whether it is asked for as a whole."""
-        narrowing = self.narrowing
-        fewer = narrowing.seeds is not None and narrowing.seeds < self.experiment.seeds
-        return not (narrowing.only or narrowing.methods or fewer)
+        """True if all of its cells are selected."""
+        selection = self.selection
+        fewer = selection.seeds is not None and selection.seeds < self.experiment.seeds
+        return not (selection.only or selection.methods or fewer)
 
     @property
     def as_asked(self) -> bool:
-        """Whether it is whole and its settings are those of its file."""
+        """True if it is whole and its settings are those of its file."""
         return self.whole and not self.changes
 
     @property
     def complete(self) -> bool:
-        """Whether all that the paper has of it is made."""
+        """True if every cell that is in the paper is done."""
         of_paper = [one for one in self.results if all(choice.paper for choice in one.choices)]
         return self.whole and all(one.status == DONE for one in of_paper)
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The settings that make its runs others than the paper's, as on the command line."""
-        return self.narrowing.telling if self.paper is None else ()
+        """The changed settings that make its runs differ from the paper's, as KEY=VALUE."""
+        return self.selection.run_changes if self.paper is None else ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a report shows."""
+    """The content of a report."""
 
     sections: tuple[Section, ...]
-    runs: int  # that the experiments ask for, each counted once
+    runs: int  # distinct runs of the experiments
     done: int
-    skipped: tuple[str, ...]  # files of the ledger that do not count, and why
+    skipped: tuple[str, ...]  # why files of the ledger are ignored
 
     @property
     def of_paper(self) -> bool:
-        """Whether there is something of the paper's in it."""
+        """True if one of its experiments is from the paper."""
         return any(section.paper is not None for section in self.sections)
 
     @property
     def title(self) -> str:
-        """What stands above it."""
+        """The heading of the report."""
         if self.of_paper:
-            return "The paper's tables and figures, made again"
+            return "The paper's tables and figures, reproduced"
         first, *others = (section.experiment.title for section in self.sections)
         return first if not others else f"{len(self.sections)} experiments"
 
@@ -134,15 +134,15 @@ def report(
     chosen: Mapping[str, Experiment],
     cells: Mapping[str, Sequence[Cell]],
     ledger: Ledger,
-    narrowing: Narrowing | None = None,
+    selection: Selection | None = None,
 ) -> Report:
-    """The report on cells of experiments, which are given by what names them, in the paper's order."""
-    order = list(printed())
+    """The report on the cells of experiments, in the paper's order; `chosen` is by name or file."""
+    order = list(paper_results())
     ranked = sorted(
         chosen.items(), key=lambda one: order.index(one[1].name) if one[1].name in order else len(order)
     )
     sections = tuple(
-        section(experiment, word, cells[experiment.name], ledger, narrowing or Narrowing())
+        section(experiment, word, cells[experiment.name], ledger, selection or Selection())
         for word, experiment in ranked
         if cells[experiment.name]
     )
@@ -152,66 +152,62 @@ def report(
 
 
 def section(
-    experiment: Experiment, word: str, cells: Sequence[Cell], ledger: Ledger, narrowing: Narrowing
+    experiment: Experiment, word: str, cells: Sequence[Cell], ledger: Ledger, selection: Selection
 ) -> Section:
-    """An experiment and what the ledger has of it."""
+    """An experiment and its results in the ledger."""
     paper = paper_of(experiment, cells)
     results = tuple(result(experiment, seeds, ledger, paper) for seeds in by_name(cells))
     done = sum(cell.identity in ledger for cell in cells)
-    return Section(experiment, word, fitting(narrowing, cells), paper, results, len(cells), done)
+    return Section(experiment, word, fitting(selection, cells), paper, results, len(cells), done)
 
 
-def result(experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known: Printed | None) -> Result:
-    """The result of cells that differ in their seed alone; where there is none, one of other rounds."""
+def result(
+    experiment: Experiment, seeds: Sequence[Cell], ledger: Ledger, known: PaperResults | None
+) -> CellResult:
+    """The result of cells that differ in their seed alone; without runs, a result with other rounds."""
     shown = list(seeds)
     if not any(cell.identity in ledger for cell in seeds):
         shown = with_other_rounds(seeds, ledger) or shown
-    found = summaries(shown, ledger)  # read here and let go: all histories at once would fill the memory
-    figures = tuple(figures_of(experiment, shown, found, known))
-    first = figures[0]
-    paper = {figure.metric: figure.paper for figure in figures}
+    found = summaries(shown, ledger)  # not kept: all histories at once would fill the memory
+    measurements = tuple(measurements_of(experiment, shown, found, known))
+    first = measurements[0]
+    paper = {measurement.metric: measurement.paper for measurement in measurements}
     leading = f"accuracy.{found[0]['headline']}" if found else HEADLINE
     headline = first._replace(
         metric=HEADLINE, values=by_seed(found, HEADLINE), paper=paper.get(leading, paper.get(HEADLINE))
     )
-    metrics = dict.fromkeys([HEADLINE, *(figure.metric for figure in figures)])
-    runs = tuple(made(cell, ledger, summary) for cell, summary in with_runs(shown, found))
-    return Result(
+    metrics = dict.fromkeys([HEADLINE, *(measurement.metric for measurement in measurements)])
+    cell_of = {cell.seed: cell for cell in shown}
+    return CellResult(
         name=first.name,
         choices=first.choices,
-        figures=figures,
+        measurements=measurements,
         headline=headline,
         seeds=tuple(cell.seed for cell in seeds),
         requested=seeds[0].requested,
         curves={metric: curve_of([dict(curve(run, metric)) for run in found]) for metric in metrics},
         early={metric: by_seed(found, metric, early) for metric in metrics},
-        runs=runs,
+        runs=tuple(provenance(cell_of[run["seed"]], ledger, run) for run in found),
         rounds=shown[0].identity.rounds,
         wanted=seeds[0].identity.rounds,
     )
 
 
-def with_runs(cells: Sequence[Cell], found: Sequence[Metrics]) -> list[tuple[Cell, Metrics]]:
-    """Those cells that have a run, with it."""
-    runs = {summary["seed"]: summary for summary in found}
-    return [(cell, runs[cell.seed]) for cell in cells if cell.seed in runs]
-
-
 def with_other_rounds(seeds: Sequence[Cell], ledger: Ledger) -> list[Cell] | None:
-    """The same cells with as many rounds as runs in the ledger have; those with the most seeds done."""
+    """The same cells with the number of rounds for which the ledger has the most seeds; None without any."""
     found = []
     for rounds in ledger.rounds(seeds[0].identity):
         layers = [(*cell.requested.layers, {"rounds": rounds}) for cell in seeds]
         cells = [replace(cell, requested=Request(over)) for cell, over in zip(seeds, layers, strict=True)]
         found.append((sum(cell.identity in ledger for cell in cells), cells))
-    done, cells = max(found, key=lambda one: one[0], default=(0, []))  # among equals the most rounds
+    done, cells = max(found, key=lambda one: one[0], default=(0, []))  # the first of equals: most rounds
     return cells if done else None
 
 
-def made(cell: Cell, ledger: Ledger, summary: Metrics) -> Made:
-    """How a run came about, as its summary tells it."""
+def provenance(cell: Cell, ledger: Ledger, summary: Metrics) -> RunProvenance:
+    """The origin of a run, from its summary."""
     path = ledger.path(cell.identity)
-    return Made(
+    return RunProvenance(
         seed=cell.seed,
         settings_hash=summary["settings_hash"],
         rounds=summary["rounds"],
@@ -223,10 +219,10 @@ def made(cell: Cell, ledger: Ledger, summary: Metrics) -> Made:
 
 
 def versions_of(summary: Metrics) -> str:
-    """What a run was made with, and how it computed on a GPU, in a line."""
+    """The versions of a run, and its precision and compilation on a GPU, in a line."""
     known: Any = summary.get("versions")
     words = [f"{name} {version}" for name, version in known.items()] if isinstance(known, dict) else []
     settings = summary["settings"]
     if settings.get("device") == "cuda":
         words += [f"{key}={settings[key]}" for key in ("precision", "compile") if key in settings]
-    return ", ".join(words) or "versions not known"
+    return ", ".join(words) or "versions unknown"

@@ -1,9 +1,11 @@
-"""The dot picture of a split as vector graphics for a page, coloured by its style sheet."""
+"""The dot picture of a split as SVG for a page, coloured by the page's style sheet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from markupsafe import Markup
 
 from fedhassle.data.split.dots import (
     TICKS_APART,
@@ -16,9 +18,9 @@ from fedhassle.data.split.dots import (
 )
 from fedhassle.data.split.split import ClientRow
 from fedhassle.reproduce.report.charts import LETTER, text
-from fedhassle.reproduce.report.markup import Markup, joined, number, tag
+from fedhassle.reproduce.report.markup import joined, number, tag
 
-INCH = 72.0  # in the units of the picture
+INCH = 72.0  # in units of the picture
 TOP, BELOW, RIGHT = 8.0, 58.0, 8.0
 
 
@@ -33,12 +35,12 @@ class Canvas(NamedTuple):
 
     @property
     def base(self) -> float:
-        """Where the cells end."""
+        """The lower end of the cells."""
         return TOP + self.classes * self.cell
 
     @property
     def right(self) -> float:
-        """Where they end on the right."""
+        """The right end of the cells."""
         return self.left + self.clients * self.cell
 
     def centre(self, client: int, k: int) -> tuple[float, float]:
@@ -79,7 +81,7 @@ def draw_split_svg(
 
 
 def counts_of(row: ClientRow) -> list[int]:
-    """How many samples a client holds of each class."""
+    """The number of samples of each class that a client holds."""
     return [n_l + n_u for n_l, n_u in zip(row.labelled_counts, row.unlabelled_counts, strict=True)]
 
 
@@ -96,7 +98,7 @@ def grid_lines(canvas: Canvas, names: dict[int, str]) -> Iterator[Markup]:
 
 
 def client_dots(canvas: Canvas, client: int, row: ClientRow) -> Markup:
-    """What a client holds: for each class a ring of all its samples, filled as far as they are labelled."""
+    """The samples of a client: a ring for each class, filled by the share that is labelled."""
     circles = []
     for k, (samples, labelled) in enumerate(zip(counts_of(row), row.labelled_counts, strict=True)):
         x, y = canvas.centre(client, k)
@@ -109,7 +111,7 @@ def client_dots(canvas: Canvas, client: int, row: ClientRow) -> Markup:
 
 
 def client_names(canvas: Canvas, kinds: Sequence[str], numbers: Sequence[int]) -> Iterator[Markup]:
-    """The clients' numbers, and beneath them a bar for each run of one kind."""
+    """The clients' numbers, and below them a bar for each series of clients of one kind."""
     for client in numbers:
         yield text(canvas.centre(client - 1, 0)[0], canvas.base + 15, str(client), "middle")
     for kind, first, length in kind_runs(kinds):
@@ -122,7 +124,7 @@ def client_names(canvas: Canvas, kinds: Sequence[str], numbers: Sequence[int]) -
 
 
 def legend(canvas: Canvas, kinds: Sequence[str], known: int) -> Markup:
-    """What colours, rings and sizes mean."""
+    """The meaning of colours, rings and sizes."""
     dot = tag("circle", cx=12, cy=12, r=canvas.unit * known**0.5, class_="outline")
     sample = tag("svg", dot, view_box="0 0 24 24", width=24, height=24, aria_hidden="true")
     return tag(

@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 from fedhassle.reproduce.report.content import Report, Section
-from fedhassle.reproduce.report.grid import Entry, Grid, Line, grid
+from fedhassle.reproduce.report.layout import ResultTable, TableCell, TableRow, result_table
 from fedhassle.reproduce.report.wording import (
     HOW_TO_READ,
     MISSING_MARK,
@@ -30,8 +30,8 @@ SPECIAL = {
     **{"✓": r"$\surd$", "✗": r"$\times$", "†": r"\textdagger{}", "…": r"\dots{}", "–": "--", "—": "---"},
     **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "λ": r"$\lambda$", "μ": r"$\mu$", "τ": r"$\tau$"},
 }
-SHORT = 12  # letters of a heading that stay in one line
-WIDE = 6  # columns from which on a table takes both columns of a page
+SHORT = 12  # letters up to which a heading stays on one line
+WIDE = 6  # columns from which a table spans both columns of a page
 FITTING = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"  # never wider than the text
 
 
@@ -42,8 +42,8 @@ def latex(report: Report) -> str:
 
 
 def table(section: Section) -> str:
-    """An experiment as a floating table, made smaller where it is wider than the text."""
-    made, experiment = grid(section), section.experiment
+    """An experiment as a floating table, shrunk to the width of the text if it is wider."""
+    made, experiment = result_table(section), section.experiment
     stubs, width = len(made.stub), len(made.headings)
     where = f" ({source(section)})" if source(section) else ""
     words = [f"{experiment.title}{where}.", changed_settings(section.changes), HOW_TO_READ, marks(made)]
@@ -68,24 +68,24 @@ def table(section: Section) -> str:
     )
 
 
-def marks(made: Grid) -> str:
-    """What the marks of a table mean, those that it has."""
-    entries = [entry for line in made.lines for entry in line.entries if entry is not None]
+def marks(made: ResultTable) -> str:
+    """The meaning of the marks that a table has."""
+    entries = [entry for line in made.rows for entry in line.cells if entry is not None]
     words = []
-    if any(paper(entry.figure) is not None for entry in entries):
-        words.append("Beneath in parentheses: the paper's figure and how far ours is above it.")
-    if any(entry.figure.ours is None for entry in entries):
+    if any(paper(entry.measurement) is not None for entry in entries):
+        words.append("In parentheses below: the paper's value and our difference from it.")
+    if any(entry.measurement.ours is None for entry in entries):
         words.append(f"{MISSING_MARK}: not run.")
     if any(entry.result.runs and lacking(entry.result) for entry in entries):
-        words.append("*: fewer seeds than asked for, or other rounds.")
-    if any(line.own for line in made.lines):
+        words.append("*: fewer seeds than requested, or other rounds.")
+    if any(line.own for line in made.rows):
         words.append("†: not in the paper.")
     if len(seeds := {seed for entry in entries for seed in entry.result.seeds}) == 1:
-        words.append(f"All of it is of {seeds_in_words(seeds)}.")
+        words.append(f"All values are from {seeds_in_words(seeds)}.")
     return " ".join([*words, *filter(None, [bold(made)])])
 
 
-def headings(made: Grid) -> list[str]:
+def headings(made: ResultTable) -> list[str]:
     """The levels of the headings, with a rule under each that spans several columns."""
     stubs, levels = len(made.stub), len(made.headings[0])
     lines = []
@@ -105,7 +105,7 @@ def headings(made: Grid) -> list[str]:
 
 
 def stacked(heading: str) -> str:
-    """The heading of a column, in two lines where it is long and has a place to break."""
+    """The heading of a column, on two lines if it is long and has a place to break."""
     first, mark, second = heading.partition(", " if ", " in heading else " = ")
     if len(heading) <= SHORT or not mark:
         return escaped(heading)
@@ -113,46 +113,46 @@ def stacked(heading: str) -> str:
     return f"\\shortstack[r]{{{escaped(first)}{end}\\\\{{}}{start}{escaped(second)}}}"
 
 
-def body(made: Grid) -> list[str]:
-    """The rows of a table, each with the paper's figures beneath it where it prints some."""
+def body(made: ResultTable) -> list[str]:
+    """The rows of a table, each with the paper's values below it, if any."""
     lines: list[str] = []
-    for before, line in zip([None, *made.lines], made.lines, strict=False):
+    for before, line in zip([None, *made.rows], made.rows, strict=False):
         if before is not None and line.reference and not before.reference:
             lines.append("\\midrule")
-        elif before is not None and any(map(beneath, before.entries)):
+        elif before is not None and any(map(beneath, before.cells)):
             lines.append("\\addlinespace[2pt]")
         lines += row(line)
     return lines
 
 
-def row(line: Line) -> list[str]:
-    """A row of a table, and beneath it that of the paper's figures, if there are some."""
+def row(line: TableRow) -> list[str]:
+    """A row of a table, and below it the paper's values, if any."""
     *labels, last = line.labels
     named = [escaped(label) for label in (*labels, last + " †" * line.own)]
-    ours_row = ended([*named, *map(cell, line.entries)])
-    paper_row = ended([*("" for _ in named), *map(beneath, line.entries)])
-    return [ours_row, paper_row] if any(map(beneath, line.entries)) else [ours_row]
+    ours_row = ended([*named, *map(cell, line.cells)])
+    paper_row = ended([*("" for _ in named), *map(beneath, line.cells)])
+    return [ours_row, paper_row] if any(map(beneath, line.cells)) else [ours_row]
 
 
 def ended(cells: list[str]) -> str:
-    """A line of a table; a bracket or star at its start would be taken for an option of the line above."""
+    """A line of a table; LaTeX would read a bracket or star at its start as an option of the line above."""
     line = " & ".join(cells)
     return ("{}" if line.startswith(("[", "*")) else "") + line + r" \\"
 
 
-def cell(entry: Entry | None) -> str:
-    """Our figure."""
+def cell(entry: TableCell | None) -> str:
+    """Our value."""
     if entry is None:
         return ""
-    value, _, std = ours(entry.figure).partition(" ± ")
+    value, _, std = ours(entry.measurement).partition(" ± ")
     shown = f"\\textbf{{{escaped(value)}}}" if entry.best else escaped(value)
     star = "*" if entry.result.runs and lacking(entry.result) else ""
     return shown + (f" {escaped('± ' + std)}" if std else "") + star
 
 
-def beneath(entry: Entry | None) -> str:
-    """The paper's figure and how far ours is above it, in small print."""
-    if entry is None or (printed := paper(entry.figure)) is None:
+def beneath(entry: TableCell | None) -> str:
+    """The paper's value and our difference from it, in small print."""
+    if entry is None or (printed := paper(entry.measurement)) is None:
         return ""
     points = gap(entry)
     words = [printed, *([] if points is None else [signed(points)])]
@@ -160,12 +160,12 @@ def beneath(entry: Entry | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """Any text as LaTeX shows it; what its usual fonts do not have becomes a question mark."""
+    """A text escaped for LaTeX; a character that its usual fonts lack becomes a question mark."""
     return "".join(SPECIAL.get(character) or plain(character) for character in " ".join(text.split()))
 
 
 def plain(character: str) -> str:
-    """A letter that every LaTeX has, accents included; nothing that it would take for a command."""
+    """A character if every LaTeX has it, accented letters included, or a question mark."""
     known = character.isascii() and character.isprintable()
     accented = unicodedata.category(character).startswith("L") and ord(character) < 0x180
     return character if known or accented else "?"

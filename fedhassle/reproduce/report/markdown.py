@@ -1,14 +1,14 @@
-"""A report in Markdown, whole or as blocks that keep the tables of another text up to date."""
+"""A report in Markdown: a whole document, or blocks that keep the tables of another document up to date."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from fedhassle.reproduce.paper import printed
+from fedhassle.reproduce.paper import paper_results
 from fedhassle.reproduce.report.content import Report, Section
 from fedhassle.reproduce.report.findings import Finding, findings
-from fedhassle.reproduce.report.grid import Entry, Grid, Line, grid
+from fedhassle.reproduce.report.layout import ResultTable, TableCell, TableRow, result_table
 from fedhassle.reproduce.report.wording import (
     HOW_TO_READ,
     MISSING_MARK,
@@ -23,7 +23,7 @@ from fedhassle.reproduce.report.wording import (
 from fedhassle.reproduce.tables import changed_settings
 
 OWN = "<!-- made by fedhassle report -->"
-FINDINGS = "findings"  # the name of the block that has them
+FINDINGS = "findings"  # the name of their block
 SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
 
 
@@ -40,100 +40,100 @@ def markdown(report: Report) -> str:
         )
         parts += [f"## {escaped(title)}", escaped(section.experiment.about), block(section)]
     if report.skipped:
-        parts += ["## Left out", "\n".join(f"- {escaped(reason)}" for reason in report.skipped)]
+        parts += ["## Ignored files", "\n".join(f"- {escaped(reason)}" for reason in report.skipped)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def blocks(report: Report) -> dict[str, str]:
-    """What other texts may hold between <!-- NAME --> and <!-- /NAME -->: tables, and the findings.
+    """The blocks that other documents may hold between <!-- NAME --> and <!-- /NAME -->, by name.
 
-    A report on a part of a table, or with other settings, leaves the table in such a text as it is; findings
-    are those of the whole paper.
+    A table has a block if it is whole and its settings are unchanged; the findings, if the report has every
+    experiment of the paper.
     """
     made = {section.experiment.name: block(section) for section in report.sections if section.as_asked}
-    return made | ({FINDINGS: findings_block(findings(report))} if made.keys() >= {*printed()} else {})
+    return made | ({FINDINGS: findings_block(findings(report))} if made.keys() >= {*paper_results()} else {})
 
 
-def renewed(text: str, report: Report) -> str | None:
-    """A text with its blocks as they stand now, its line ends kept; None where it has none of them."""
+def updated(text: str, report: Report) -> str | None:
+    """A text with its blocks updated and its line ends kept; None if it has none of the blocks."""
     found = False
     for name, content in blocks(report).items():
         lines = ["", *content.split("\n"), "", ""]
-        text, count = place_of(name).subn(lambda m, new=lines: m[1] + m[2].join(new) + m[3], text)  # type: ignore[misc]
+        text, count = block_pattern(name).subn(lambda m, new=lines: m[1] + m[2].join(new) + m[3], text)  # type: ignore[misc]
         found |= count > 0
     return text if found else None
 
 
-def left_alone(text: str, report: Report) -> list[str]:
-    """The names of the blocks of a text that a report on more would renew, and this one does not."""
+def not_updated(text: str, report: Report) -> list[str]:
+    """The names of the blocks in a text that this report cannot update."""
     names = [*(section.experiment.name for section in report.sections), FINDINGS]
-    return [name for name in names if name not in blocks(report) and place_of(name).search(text)]
+    return [name for name in names if name not in blocks(report) and block_pattern(name).search(text)]
 
 
-def place_of(name: str) -> re.Pattern[str]:
-    """Where a text holds the block of that name: its first line, how lines end there, and its last line."""
+def block_pattern(name: str) -> re.Pattern[str]:
+    """A pattern for the block of that name; its groups are the first mark, the line end and the last mark."""
     name = re.escape(name)
     return re.compile(rf"(<!-- {name} -->(\r?\n)).*?(<!-- /{name} -->)", re.DOTALL)
 
 
 def block(section: Section) -> str:
-    """A table, what its marks mean, and how it is made."""
-    made = grid(section)
+    """A table and its legend."""
+    made = result_table(section)
     return "\n\n".join([table(made), legend(section, made)])
 
 
-def legend(section: Section, made: Grid) -> str:
-    """What a reader of a table has to know."""
-    entries = [entry for line in made.lines for entry in line.entries if entry is not None]
+def legend(section: Section, made: ResultTable) -> str:
+    """The progress of a table, the meaning of its marks, and its command."""
+    entries = [entry for line in made.rows for entry in line.cells if entry is not None]
     words = [f"{section.done} of {section.cells} runs are done."]
     if section.changes:
         words.append(escaped(changed_settings(section.changes)))
-    if any(paper(entry.figure) is not None for entry in entries):
-        words.append("In parentheses the paper's figure.")
-    if any(entry.figure.ours is None for entry in entries):
-        words.append(f"{MISSING_MARK} is not run yet.")
+    if any(paper(entry.measurement) is not None for entry in entries):
+        words.append("In parentheses: the paper's value.")
+    if any(entry.measurement.ours is None for entry in entries):
+        words.append(f"{MISSING_MARK}: not run yet.")
     if any(notes(entry) for entry in entries if entry.result.runs):
-        words.append("Small print says of which seeds a figure is and what it lacks.")
+        words.append("Small print: seeds used, and what is missing.")
     words += filter(None, [bold(made)])
-    if any(line.own for line in made.lines):
-        words.append("† The paper does not have it.")
+    if any(line.own for line in made.rows):
+        words.append("†: not in the paper.")
     return " ".join([*words, f"Made by `{command(section)}`."])
 
 
-def table(made: Grid) -> str:
-    """A grid as a table; headings of several levels become one."""
+def table(made: ResultTable) -> str:
+    """A table in Markdown; the levels of a heading are joined."""
     names = [*made.stub, *(", ".join(heading) for heading in made.headings)]
     rule = [*("---" for _ in made.stub), *("--:" for _ in made.headings)]
-    lines = [[escaped(name) for name in names], rule, *(row(line) for line in made.lines)]
+    lines = [[escaped(name) for name in names], rule, *(row(line) for line in made.rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def row(line: Line) -> list[str]:
+def row(line: TableRow) -> list[str]:
     """A row of a table."""
     *labels, last = [escaped(label) for label in line.labels]
-    return [*labels, last + " †" * line.own, *(cell(entry) for entry in line.entries)]
+    return [*labels, last + " †" * line.own, *(cell(entry) for entry in line.cells)]
 
 
-def cell(entry: Entry | None) -> str:
-    """Our figure, what it lacks, and the paper's in parentheses."""
+def cell(entry: TableCell | None) -> str:
+    """Our value, remarks on it, and the paper's value in parentheses."""
     if entry is None:
         return ""
-    shown = ours(entry.figure)
+    shown = ours(entry.measurement)
     if entry.best:
         value, mark, std = shown.partition(" ± ")
         shown = f"**{value}**{mark}{std}"
     note = f" <sub>{'; '.join(notes(entry))}</sub>" if entry.result.runs and notes(entry) else ""
-    beside = paper(entry.figure)
+    beside = paper(entry.measurement)
     return shown + note + ("" if beside is None else f" ({beside})")
 
 
 def findings_block(every: Sequence[Finding]) -> str:
-    """Claims and what the figures say of them, and what a gap on one seed is worth."""
+    """The table of claims and verdicts, and a warning about gaps on one seed."""
     return "\n\n".join(filter(None, [findings_table(every), noise(every)]))
 
 
 def findings_table(every: Sequence[Finding]) -> str:
-    """Claims and what the figures say of them."""
+    """The table of claims and verdicts."""
     lines = [["claim", "in the paper", "verdict", "numbers"], ["---"] * 4]
     for one in every:
         words = (one.claim.says, one.section.experiment.source, one.verdict)
@@ -142,5 +142,5 @@ def findings_table(every: Sequence[Finding]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Any text as a line of Markdown that shows it."""
+    """A text as one line, escaped for Markdown."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))

@@ -1,48 +1,41 @@
-"""Elements of HTML and SVG, well-formed as XML; all text in them is escaped."""
+"""Elements of SVG and HTML, well-formed as XML, with all text escaped."""
 
 from __future__ import annotations
 
-import html
 import re
+from typing import Any
 
-# What XML has no way to write: control characters and lone surrogates.
+from markupsafe import Markup, escape
+
+# Characters that XML cannot hold: control characters and lone surrogates.
 UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-EMPTY = frozenset({"meta", "br", "line", "path", "rect", "circle"})  # a browser takes <span/> for <span>
-ATTRIBUTES = {"view_box": "viewBox"}  # those whose names are not in lower case
+EMPTY = frozenset({"line", "path", "rect", "circle"})  # a browser reads <span/> as <span>
+ATTRIBUTES = {"view_box": "viewBox"}  # names that are not in lower case
 
 
-class Markup(str):
-    """Text that is markup already, and is taken as it is."""
-
-    __slots__ = ()
-
-
-def escaped(text: str) -> Markup:
-    """Any text as it may stand in markup, between tags or in quotes."""
-    if isinstance(text, Markup):
-        return text
-    return Markup(html.escape(UNWRITABLE.sub("\ufffd", text), quote=True))
+def writable(value: Any) -> Any:
+    """A text without the characters that XML cannot hold; markup as it is."""
+    return value if isinstance(value, Markup) else UNWRITABLE.sub("\ufffd", str(value))
 
 
 def joined(*parts: str) -> Markup:
-    """Texts and elements in a row."""
-    return Markup("".join(escaped(part) for part in parts))
+    """Texts, which are escaped, and elements in a row."""
+    return Markup("").join(escape(writable(part)) for part in parts)
 
 
-def tag(element: str, /, *children: str, **attributes: str | float | bool | None) -> Markup:
-    """An element; `class_` is class, `aria_label` aria-label, and what is None or False is left out."""
-    words = [element]
+def tag(element: str, /, *children: str, **attributes: str | float | None) -> Markup:
+    """An element; `class_` is class, `aria_label` aria-label, and an attribute that is None is omitted."""
+    words = [Markup(element)]
     for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        shown = number(value) if isinstance(value, int | float) and value is not True else str(value)
-        written = ATTRIBUTES.get(key) or key.rstrip("_").replace("_", "-")
-        words.append(f'{written}="{escaped(written if value is True else shown)}"')
+        if value is not None:
+            name = ATTRIBUTES.get(key) or key.rstrip("_").replace("_", "-")
+            words.append(Markup('{}="{}"').format(Markup(name), writable(number(value))))
+    opening = Markup(" ").join(words)
     if not children and element in EMPTY:
-        return Markup(f"<{' '.join(words)}/>")
-    return Markup(f"<{' '.join(words)}>{joined(*children)}</{element}>")
+        return Markup("<{}/>").format(opening)
+    return Markup("<{}>{}</{}>").format(opening, joined(*children), Markup(element))
 
 
-def number(value: float) -> str:
-    """A length or coordinate, no longer than a pixel needs."""
+def number(value: str | float) -> str:
+    """A coordinate with at most two decimals; a text as it is."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The figures of a report: which series an experiment's results make."""
+"""The charts of a report: the series of an experiment's results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from markupsafe import Markup
 
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.reproduce.experiment import Choice, Experiment
@@ -20,11 +22,10 @@ from fedhassle.reproduce.report.charts import (
     draw_bars,
     draw_lines,
 )
-from fedhassle.reproduce.report.content import OTHER, Result, Section
+from fedhassle.reproduce.report.content import OTHER, CellResult, Section
 from fedhassle.reproduce.report.dots_svg import draw_split_svg
-from fedhassle.reproduce.report.grid import Entry, Grid, heading, picked
-from fedhassle.reproduce.report.markup import Markup
-from fedhassle.reproduce.results import MEGABYTES, PERCENT, Figure, Unit, unit
+from fedhassle.reproduce.report.layout import ResultTable, TableCell, heading, picked
+from fedhassle.reproduce.results import MEGABYTES, PERCENT, Measurement, Unit, unit
 from fedhassle.reproduce.tables import metric_label
 from fedhassle.runs.seeds import Curve
 from fedhassle.settings.build import Holdings, holdings
@@ -32,19 +33,19 @@ from fedhassle.settings.request import flat, layer
 
 
 class Drawing(NamedTuple):
-    """A figure, and what stands beneath it."""
+    """A picture and its caption."""
 
     picture: Markup
     caption: str
 
 
-def drawn(section: Section, grid: Grid) -> list[Drawing]:
-    """The figures of an experiment that the paper draws."""
+def drawings(section: Section, table: ResultTable) -> list[Drawing]:
+    """The charts of an experiment, as its `show` asks for."""
     show = section.experiment.show
     if show == "bars":
-        return [bars(over_columns(section, grid, from_zero=True))]
+        return [bars(over_columns(section, table, from_zero=True))]
     if show == "lines":
-        return [lines(over_columns(section, grid, from_zero=False))]
+        return [lines(over_columns(section, table, from_zero=False))]
     if show == "curves":
         return [lines(by_round(section))]
     return [bars(chart) for chart in bytes_charts(section)] if show == "bytes" else []
@@ -61,44 +62,42 @@ def bars(chart: Chart) -> Drawing:
 
 
 def unit_of(experiment: Experiment) -> Unit:
-    """What the chart of an experiment shows: that of its first metric, and nothing else beside it."""
+    """The unit of an experiment's chart, that of its first metric; metrics in other units are left out."""
     return unit((*experiment.metrics, HEADLINE)[0])
 
 
-def point(x: float, figure: Figure) -> Point | None:
-    """A figure of ours as it is shown."""
-    return None if figure.ours is None else Point(x, *unit(figure.metric).spread(figure.ours))
+def point(x: float, measurement: Measurement) -> Point | None:
+    """Our value as a point; None without runs."""
+    return None if measurement.ours is None else Point(x, *unit(measurement.metric).spread(measurement.ours))
 
 
-def printed_point(x: float, figure: Figure) -> Point | None:
-    """The paper's."""
-    return None if figure.paper is None else Point(x, unit(figure.metric).of(figure.paper))
+def printed_point(x: float, measurement: Measurement) -> Point | None:
+    """The paper's value as a point; None if it prints none."""
+    return None if measurement.paper is None else Point(x, unit(measurement.metric).of(measurement.paper))
 
 
-def series_of(label: str, entries: Sequence[Entry | None], look: str) -> Series:
-    """Figures in a row, at the places 0, 1, 2 and so on."""
+def series_of(label: str, entries: Sequence[TableCell | None], look: str) -> Series:
+    """A row of a table as a series over the places 0, 1, 2, …."""
     there = [(i, one) for i, one in enumerate(entries) if one is not None]
-    ours = [made for i, one in there if (made := point(i, one.figure)) is not None]
-    paper = [made for i, one in there if (made := printed_point(i, one.figure)) is not None]
+    ours = [made for i, one in there if (made := point(i, one.measurement)) is not None]
+    paper = [made for i, one in there if (made := printed_point(i, one.measurement)) is not None]
     faint = any(one.result.status == OTHER for _, one in there)
     return Series(label, tuple(ours), tuple(paper), look, faint=faint)
 
 
-def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
-    """A series for each row of a grid, over its columns."""
+def over_columns(section: Section, table: ResultTable, from_zero: bool) -> Chart:
+    """A series for each row of a table, over its columns."""
     experiment = section.experiment
     axes = {axis.name: axis for axis in experiment.axes}
     columns = [axes[name] for name in experiment.columns]
-    ticks = tuple(shortened(names, [axis.label for axis in columns]) for names in grid.headings)
-    rows = [line for line in grid.lines if unit(line.metric or HEADLINE) == unit_of(experiment)]
+    ticks = tuple(shortened(names, [axis.label for axis in columns]) for names in table.headings)
+    rows = [line for line in table.rows if unit(line.metric or HEADLINE) == unit_of(experiment)]
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
         x_label=", ".join(axis.label for axis in columns),
         y_label=unit_of(experiment).axis,
-        series=tuple(
-            series_of(" ".join(line.labels), line.entries, colour(i)) for i, line in enumerate(rows)
-        ),
+        series=tuple(series_of(" ".join(line.labels), line.cells, colour(i)) for i, line in enumerate(rows)),
         ticks=ticks,
         from_zero=from_zero,
         limits=unit_of(experiment).limits,
@@ -106,29 +105,29 @@ def over_columns(section: Section, grid: Grid, from_zero: bool) -> Chart:
 
 
 def shortened(names: Sequence[str], axes: Sequence[str]) -> str:
-    """A heading beneath an axis that has its name already."""
+    """A heading without the name of its axis, which the chart shows already."""
     return ", ".join(word.removeprefix(f"{axis} = ") for word, axis in zip(names, axes, strict=True))
 
 
 def by_round(section: Section) -> Chart:
-    """The metrics of an experiment by round, a line for each and for each row.
+    """The metrics of an experiment by round, a line for each metric and row.
 
-    Each has a colour of its own; where two rows show the same metrics, each metric, and the second is dashed.
+    Each line has its own colour. If two rows show the same metrics, they share colours; the second is dashed.
     """
     experiment = section.experiment
     shown = [
-        (one, [figure for figure in one.figures if unit(figure.metric) == unit_of(experiment)])
+        (one, [each for each in one.measurements if unit(each.metric) == unit_of(experiment)])
         for one in section.results
     ]
-    rows = [[figure.metric for figure in figures] for _, figures in shown]
+    rows = [[each.metric for each in measurements] for _, measurements in shown]
     paired = len(rows) == 2 and rows[0] == rows[1] and len(rows[0]) > 1
     solid = len(rows[0]) if paired else COLOURS
     series: list[Series] = []
-    for one, figures in shown:
-        for figure in figures:
+    for one, measurements in shown:
+        for measurement in measurements:
             place = len(series)
-            label = curve_label(one, figure.metric, alone=len(rows) == 1)
-            series.append(curve_series(label, one, figure, colour(place % solid), dashed=place >= solid))
+            label = curve_label(one, measurement.metric, alone=len(rows) == 1)
+            series.append(curve_series(label, one, measurement, colour(place % solid), dashed=place >= solid))
     return Chart(
         id=f"figure-{experiment.name}",
         title=experiment.title,
@@ -139,35 +138,37 @@ def by_round(section: Section) -> Chart:
     )
 
 
-def curve_label(result: Result, metric: str, alone: bool) -> str:
-    """What a curve is called: its metric, and its row if there are others; a row's headline is the row."""
+def curve_label(result: CellResult, metric: str, alone: bool) -> str:
+    """The label of a curve: its metric, and its row if there are several; a headline has the row alone."""
     row = " ".join(choice.label for choice in result.choices)
     if alone:
         return metric_label(metric)
     return row if metric == HEADLINE else f"{metric_label(metric)}, {row}"
 
 
-def curve_series(label: str, result: Result, figure: Figure, look: str, dashed: bool = False) -> Series:
-    """A metric of a result by round, with the paper's final figure at the end."""
-    points = curve_points(result.curves.get(figure.metric, Curve([], [])), unit(figure.metric))
-    paper = printed_point(result.wanted, figure)
+def curve_series(
+    label: str, result: CellResult, measurement: Measurement, look: str, dashed: bool = False
+) -> Series:
+    """A metric of a result by round, with the paper's final value at the end."""
+    points = curve_points(result.curves.get(measurement.metric, Curve([], [])), unit(measurement.metric))
+    paper = printed_point(result.wanted, measurement)
     return Series(label, points, () if paper is None else (paper,), look, dashed, result.status == OTHER)
 
 
 def curve_points(curve: Curve, shown: Unit) -> tuple[Point, ...]:
-    """A curve as it is shown."""
+    """A curve in the unit of the chart."""
     return tuple(
         Point(t, *shown.spread(spread)) for t, spread in zip(curve.rounds, curve.spreads, strict=True)
     )
 
 
 def accuracy_by_round(section: Section) -> list[Drawing]:
-    """For a table: the headline of each row by round, a chart for each column in which something has run."""
+    """The headline of each row by round, with a chart for each column of a table that has runs."""
     experiment = section.experiment
     names = [axis.name for axis in experiment.axes]
     columns = [names.index(name) for name in experiment.columns]
     rows = [i for i in range(len(names)) if i not in columns]
-    together: dict[tuple[str, ...], list[tuple[int, Result]]] = {}
+    together: dict[tuple[str, ...], list[tuple[int, CellResult]]] = {}
     places: dict[tuple[str, ...], int] = {}
     for one in section.results:
         place = places.setdefault(tuple(choice.id for choice in picked(one, rows)), len(places))
@@ -192,7 +193,7 @@ def accuracy_by_round(section: Section) -> list[Drawing]:
 
 
 def bytes_charts(section: Section) -> list[Chart]:
-    """What clients send and receive, by kind of client: a group of bars for each row."""
+    """The bytes that clients send and receive, by kind of client: a group of bars for each row."""
     charts = []
     for table, title in (
         ("bytes_up", "Sent by a client in a round"),
@@ -201,13 +202,12 @@ def bytes_charts(section: Section) -> list[Chart]:
         metrics = [metric for metric in section.experiment.metrics if metric.partition(".")[0] == table]
         series = []
         for metric in metrics:
-            figures = [
-                (place, figure)
+            points = tuple(
+                made
                 for place, one in enumerate(section.results)
-                for figure in one.figures
-                if figure.metric == metric
-            ]
-            points = tuple(made for place, figure in figures if (made := point(place, figure)) is not None)
+                for each in one.measurements
+                if each.metric == metric and (made := point(place, each)) is not None
+            )
             kind = metric.partition(".")[2]
             series.append(Series(kind, points, look=kind))
         ticks = tuple(" ".join(choice.label for choice in one.choices) for one in section.results)
@@ -227,7 +227,7 @@ def bytes_charts(section: Section) -> list[Chart]:
 
 
 def splits(section: Section) -> dict[str, Holdings]:
-    """The splits of an experiment that are known, by the choices that make them."""
+    """The known splits of an experiment, by the choices that make them."""
     found: dict[str, Holdings | None] = {}
     for one in section.results:
         pairs = zip(section.experiment.axes, one.choices, strict=True)
@@ -238,12 +238,12 @@ def splits(section: Section) -> dict[str, Holdings]:
 
 
 def divides(choice: Choice) -> bool:
-    """Whether a choice says what is divided, or how."""
+    """True if a choice sets the data or the split."""
     return any(key.startswith(("data.", "split.")) for key, _ in flat(layer(choice.changes)))
 
 
 def shared_split(every: Sequence[Mapping[str, Holdings]]) -> Holdings | None:
-    """The split that most experiments have, by the splits of each; None where each has splits of its own."""
+    """The split that most experiments have; None if each has its own splits."""
     counts = Counter(held for its in every for held in set(its.values()))
     if not counts:
         return None
@@ -264,6 +264,6 @@ def draw_holdings(held: Holdings, id_: str, named: str = "") -> Drawing:
 
 
 def called(data: str) -> str:
-    """What people call a data set; a user's own by its file."""
+    """The name of a data set in words; the file of a user's own."""
     entry = CATALOGUE.get(data)
     return data if entry is None else re.split("[:,]", entry.description)[0]

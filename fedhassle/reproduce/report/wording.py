@@ -1,53 +1,54 @@
-"""Words that every format of a report shares."""
+"""Phrases that the formats of a report share."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
 
-from fedhassle.reproduce.experiment import Narrowing
-from fedhassle.reproduce.report.content import DONE, OTHER, PARTIAL, Result, Section
+from fedhassle.reproduce.experiment import Selection
+from fedhassle.reproduce.report.content import DONE, OTHER, PARTIAL, CellResult, Section
 from fedhassle.reproduce.report.findings import Finding
-from fedhassle.reproduce.report.grid import Entry, Grid
-from fedhassle.reproduce.results import PERCENT, Figure, is_accuracy, unit
-from fedhassle.reproduce.tables import shown_as
+from fedhassle.reproduce.report.layout import ResultTable, TableCell
+from fedhassle.reproduce.results import PERCENT, Measurement, is_accuracy, unit
 
 MISSING_MARK, MINUS = "—", "−"
 HOW_TO_READ = (
-    "Figures are accuracies in % where nothing else is said. Ours is the mean over seeds ± their sample "
-    "standard deviation; a run's figure is the mean of its last ten evaluations on the test images, never "
-    "the best round."
+    "Numbers are accuracies in % unless stated otherwise. Ours is the mean over seeds ± the sample "
+    "standard deviation; the accuracy of a run is the mean of its last ten evaluations on the test images, "
+    "never the best round."
 )
 ONE_SEED = (
-    "The same run made twice on a GPU can differ by about 2 points: a smaller gap on one seed says nothing."
+    "Two GPU runs with the same seed can differ by about 2 points: a smaller gap on one seed means nothing."
 )
 
 
-def ours(figure: Figure) -> str:
-    """Our figure, or the mark of what has not run."""
-    return MISSING_MARK if figure.ours is None else shown_as(figure.metric, figure.ours)
+def ours(measurement: Measurement) -> str:
+    """Our value, or the mark of a missing one."""
+    return (
+        MISSING_MARK if measurement.ours is None else unit(measurement.metric).spread_text(measurement.ours)
+    )
 
 
-def paper(figure: Figure) -> str | None:
-    """The paper's figure, if it prints one."""
-    return None if figure.paper is None else unit(figure.metric).text(figure.paper)
+def paper(measurement: Measurement) -> str | None:
+    """The paper's value; None if it prints none."""
+    return None if measurement.paper is None else unit(measurement.metric).text(measurement.paper)
 
 
-def gap(entry: Entry) -> float | None:
-    """By how many points ours is above the paper's; None where they cannot be compared."""
-    figure = entry.figure
-    if figure.ours is None or figure.paper is None or not entry.result.comparable:
+def gap(entry: TableCell) -> float | None:
+    """Ours less the paper's, in the unit of the metric; None if they cannot be compared."""
+    measurement = entry.measurement
+    if measurement.ours is None or measurement.paper is None or not entry.result.comparable:
         return None
-    return unit(figure.metric).of(figure.ours.mean - figure.paper)
+    return unit(measurement.metric).of(measurement.ours.mean - measurement.paper)
 
 
 def signed(points: float, decimals: int = 2) -> str:
-    """A difference in points, with a true minus."""
+    """A difference with its sign, a true minus."""
     return f"{points:+.{decimals}f}".replace("-", MINUS)
 
 
-def lacking(result: Result) -> str:
-    """What a result lacks of what was asked for, in a few words; nothing where it is whole."""
+def lacking(result: CellResult) -> str:
+    """The missing seeds or rounds of a result in a few words; empty if it is complete."""
     seeds = f"{len(result.runs)} of {result.headline.seeds} seeds"
     if result.status == PARTIAL:
         return seeds
@@ -56,44 +57,46 @@ def lacking(result: Result) -> str:
     return "" if result.status == DONE else "not run"
 
 
-def notes(entry: Entry) -> list[str]:
-    """What has to be known of a figure that stands in a table, in a few words each."""
-    whole = entry.result.status == DONE and is_accuracy(entry.figure.metric)
-    alone = [seeds_in_words(entry.figure.values)] if whole and entry.figure.seeds == 1 else []
+def notes(entry: TableCell) -> list[str]:
+    """Remarks on a table cell: its only seed, what is missing, the seeds on which it is the best."""
+    whole = entry.result.status == DONE and is_accuracy(entry.measurement.metric)
+    alone = [seeds_in_words(entry.measurement.values)] if whole and entry.measurement.seeds == 1 else []
     best = [f"best on {seeds_in_words(entry.best_on)}"] if entry.best_on else []
     return [*alone, *filter(None, [lacking(entry.result)]), *best]
 
 
-def bold(made: Grid) -> str:
-    """What bold means in a table; nothing where it has none."""
-    entries = [entry for line in made.lines for entry in line.entries if entry is not None and entry.best]
+def bold(made: ResultTable) -> str:
+    """The meaning of bold in a table; empty if nothing is bold."""
+    entries = [entry for line in made.rows for entry in line.cells if entry is not None and entry.best]
     if not entries:
         return ""
-    rivals = "all rivals but †" if any(line.own for line in made.lines) else "all rivals"
-    words = f"Bold: the best of a {'row' if made.by_row else 'column'} in which {rivals} have run"
-    return f"{words}{', on the seeds that all there have' if any(one.best_on for one in entries) else ''}."
+    everything = "everything but †" if any(line.own for line in made.rows) else "everything"
+    words = f"Bold: the best of a {'row' if made.by_row else 'column'} in which {everything} has run"
+    return (
+        f"{words}{', on the seeds that all have in common' if any(one.best_on for one in entries) else ''}."
+    )
 
 
 def noise(every: Iterable[Finding]) -> str:
-    """How far to trust a gap on one seed; nothing where no accuracies are compared on one seed alone."""
+    """A warning about gaps on one seed; empty if no accuracies are compared on a single seed."""
     known = (pair for one in every for pair in one.known)
     return ONE_SEED if any(pair.unit is PERCENT and len(pair.seeds) == 1 for pair in known) else ""
 
 
 def source(section: Section) -> str:
-    """Where the paper has it."""
+    """The table, figure or section of the paper."""
     experiment = section.experiment
     return f"{experiment.source} of the paper" if section.paper is not None else experiment.source
 
 
 def seeds_in_words(numbers: Iterable[int]) -> str:
-    """Seeds by their name: seed 0, seeds 0–2."""
+    """Seeds with their noun: seed 0, seeds 0–2."""
     every = list(numbers)
     return f"seed{'' if len(every) == 1 else 's'} {seeds_of(every)}"
 
 
 def seeds_of(numbers: Iterable[int]) -> str:
-    """Seeds in a row: 0–2, 5."""
+    """Seeds as ranges: 0–2, 5."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][-1] + 1:
@@ -103,26 +106,26 @@ def seeds_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def command(section: Section, result: Result | None = None) -> str:
-    """The command line that makes what is shown of an experiment, or one result of it."""
-    narrowing = section.narrowing
-    seeds = section.experiment.seeds if narrowing.seeds is None else narrowing.seeds
-    options = of_part(narrowing) if result is None else of_result(result, seeds)
+def command(section: Section, result: CellResult | None = None) -> str:
+    """The command line that makes the shown part of an experiment, or one result of it."""
+    selection = section.selection
+    seeds = section.experiment.seeds if selection.seeds is None else selection.seeds
+    options = selection_options(selection) if result is None else result_options(result, seeds)
     if seeds != section.experiment.seeds:
         options += ["--seeds", str(seeds)]
-    return shlex.join(["fedhassle", "reproduce", section.word, *options, *narrowing.changes])
+    return shlex.join(["fedhassle", "reproduce", section.word, *options, *selection.changes])
 
 
-def of_part(narrowing: Narrowing) -> list[str]:
-    """The options that choose the cells of a part."""
-    given = {"--only": narrowing.only, "--methods": narrowing.methods}
+def selection_options(selection: Selection) -> list[str]:
+    """The options of a selection."""
+    given = {"--only": selection.only, "--methods": selection.methods}
     return [word for option, words in given.items() if words for word in (option, ",".join(words))]
 
 
-def of_result(result: Result, seeds: int) -> list[str]:
-    """The options that choose the cells of a result and no others, of so many seeds."""
+def result_options(result: CellResult, seeds: int) -> list[str]:
+    """The options that select the cells of a result alone, with this number of seeds."""
     whole = result.seeds == tuple(range(seeds))
-    like_a_seed = result.choices[-1].id in map(str, range(seeds))  # so that --only would take it for one
+    like_a_seed = result.choices[-1].id in map(str, range(seeds))  # --only would take it for a seed
     names = [result.name] if whole and not like_a_seed else [f"{result.name}-{n}" for n in result.seeds]
     rounds = ["--rounds", str(result.rounds)] if result.status == OTHER else []
     return ["--only", ",".join(names), *rounds]

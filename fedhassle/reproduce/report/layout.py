@@ -1,4 +1,4 @@
-"""The results of an experiment in rows and columns, as it lays them out."""
+"""The table of an experiment: its results in rows and columns, for every format."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import NamedTuple
 
 from fedhassle.reproduce.experiment import Choice
 from fedhassle.reproduce.paper import HEADLINE
-from fedhassle.reproduce.report.content import Result, Section
-from fedhassle.reproduce.results import Figure, in_common, is_accuracy
+from fedhassle.reproduce.report.content import CellResult, Section
+from fedhassle.reproduce.results import Measurement, is_accuracy, seeds_in_common
 from fedhassle.reproduce.tables import metric_label
 
 Combination = tuple[Choice, ...]
 Place = tuple[int, int]  # row and column
 
 
-class Entry(NamedTuple):
-    """A place of a grid: a figure, and the result that it is of."""
+class TableCell(NamedTuple):
+    """A cell of a table: a measurement, and the result that it belongs to."""
 
-    figure: Figure
-    result: Result
+    measurement: Measurement
+    result: CellResult
     best: bool = False  # of its column or row
-    best_on: tuple[int, ...] = ()  # the seeds on which it is the best, where not all there have the same
+    best_on: tuple[int, ...] = ()  # the seeds on which it is the best, if not all there have the same seeds
 
 
-class Line(NamedTuple):
-    """A row of a grid."""
+class TableRow(NamedTuple):
+    """A row of a table."""
 
     labels: tuple[str, ...]
-    metric: str | None  # that all of it shows; None where each column has one of its own
-    own: bool  # whether the paper does not have it
-    reference: bool  # whether it is no rival of the others
-    entries: tuple[Entry | None, ...]  # None where there is no such figure
+    metric: str | None  # of the whole row; None if each column has its own
+    own: bool  # not in the paper
+    reference: bool  # a bound to read the others by, not a method to compare
+    cells: tuple[TableCell | None, ...]  # None without such a measurement
 
 
 @dataclass(frozen=True)
-class Grid:
+class ResultTable:
     """A table: names of the first columns, headings of the others, and rows."""
 
     stub: tuple[str, ...]
     headings: tuple[tuple[str, ...], ...]  # of each column, one for each level
-    lines: tuple[Line, ...]
-    by_row: bool  # whether the best is that of a row, and not of a column
+    rows: tuple[TableRow, ...]
+    by_row: bool  # the best is marked in each row, not in each column
 
 
-def grid(section: Section) -> Grid:
-    """Rows and columns of an experiment; predictions are rows of their own where columns are taken."""
+def result_table(section: Section) -> ResultTable:
+    """The table of an experiment; metrics are columns, or rows if an axis has the columns."""
     experiment = section.experiment
     names = [axis.name for axis in experiment.axes]
     columns = [names.index(name) for name in experiment.columns]
@@ -65,7 +65,7 @@ def grid(section: Section) -> Grid:
         if metrics is None
         else [(metric_label(metric),) for metric in metrics]
     )
-    lines: list[Line] = []
+    lines: list[TableRow] = []
     for choices in combinations(section.results, rows):
         its = [one for one in section.results if picked(one, rows) == choices]
         if metrics is None:
@@ -75,30 +75,33 @@ def grid(section: Section) -> Grid:
         else:
             lines.append(line_of_metrics(choices, metrics, its[0]))
     stub = tuple(experiment.axes[i].label for i in rows) or ("prediction",)
-    return Grid(stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows)
+    return ResultTable(stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows)
 
 
-def picked(result: Result, axes: Sequence[int]) -> Combination:
+def picked(result: CellResult, axes: Sequence[int]) -> Combination:
     """The choices of a result on some axes."""
     return tuple(result.choices[i] for i in axes)
 
 
-def combinations(results: Sequence[Result], axes: Sequence[int]) -> list[Combination]:
-    """Those of some axes that occur, in order: references last, since they are read after the rest."""
+def combinations(results: Sequence[CellResult], axes: Sequence[int]) -> list[Combination]:
+    """The distinct combinations of choices on these axes, in order, references last."""
     found = {tuple(choice.id for choice in picked(one, axes)): picked(one, axes) for one in results}
     return sorted(found.values(), key=lambda choices: any(choice.reference for choice in choices))
 
 
-def known_metrics(results: Sequence[Result]) -> list[str]:
-    """The metrics that results show or the paper prints; of cells that have neither, what is not known."""
+def known_metrics(results: Sequence[CellResult]) -> list[str]:
+    """The metrics that results have or the paper prints; the headline if there are none."""
     known = [
-        figure.metric for one in results for figure in one.figures if one.runs or figure.paper is not None
+        measurement.metric
+        for one in results
+        for measurement in one.measurements
+        if one.runs or measurement.paper is not None
     ]
     return list(dict.fromkeys(known)) or [HEADLINE]
 
 
 def heading(axis: str, choice: Choice) -> str:
-    """The heading of a column; a bare number says what it is of."""
+    """The heading of a column; a bare number gets the name of its axis."""
     try:
         float(choice.label)
     except ValueError:
@@ -106,40 +109,44 @@ def heading(axis: str, choice: Choice) -> str:
     return f"{axis} = {choice.label}"
 
 
-def line(choices: Combination, metric: str, placed: Sequence[Result | None], known: Sequence[str]) -> Line:
-    """A row that shows one of the known metrics."""
+def line(
+    choices: Combination, metric: str, placed: Sequence[CellResult | None], known: Sequence[str]
+) -> TableRow:
+    """A row with one metric."""
     entries = tuple(None if one is None else entry(one, metric, known) for one in placed)
     labels = [choice.label for choice in choices]
     if not labels:
         labels = [metric_label(metric)]
     elif metric != HEADLINE:
         labels[-1] += f" {metric_label(metric)}"
-    return Line(tuple(labels), metric, *about(choices), entries)
+    return TableRow(tuple(labels), metric, *about(choices), entries)
 
 
-def line_of_metrics(choices: Combination, metrics: Sequence[str], result: Result) -> Line:
-    """A row that shows every metric in a column of its own."""
+def line_of_metrics(choices: Combination, metrics: Sequence[str], result: CellResult) -> TableRow:
+    """A row with a column for each metric."""
     labels = tuple(choice.label for choice in choices)
-    return Line(labels, None, *about(choices), tuple(entry(result, metric, metrics) for metric in metrics))
+    return TableRow(
+        labels, None, *about(choices), tuple(entry(result, metric, metrics) for metric in metrics)
+    )
 
 
 def about(choices: Combination) -> tuple[bool, bool]:
-    """Whether a row is not in the paper, and whether it is a reference."""
+    """The fields `own` and `reference` of a row."""
     return not all(choice.paper for choice in choices), any(choice.reference for choice in choices)
 
 
-def entry(result: Result, metric: str, known: Sequence[str]) -> Entry | None:
-    """A result's figure, if it has it; one that has not run lacks them all, where predictions have names."""
-    unknown = not result.runs and all(figure.paper is None for figure in result.figures)
+def entry(result: CellResult, metric: str, known: Sequence[str]) -> TableCell | None:
+    """The table cell of a result and a metric; None if the result does not have the metric."""
+    unknown = not result.runs and all(measurement.paper is None for measurement in result.measurements)
     if unknown and (metric != HEADLINE or len(known) == 1):
-        return Entry(result.figures[0]._replace(metric=metric), result)
-    found = [figure for figure in result.figures if figure.metric == metric]
-    return Entry(found[0], result) if found and not unknown else None
+        return TableCell(result.measurements[0]._replace(metric=metric), result)
+    found = [measurement for measurement in result.measurements if measurement.metric == metric]
+    return TableCell(found[0], result) if found and not unknown else None
 
 
-def marked(lines: Sequence[Line], by_row: bool) -> tuple[Line, ...]:
-    """The best accuracy of each row, or of each column, is marked as such, where there is a choice."""
-    width = len(lines[0].entries) if lines else 0
+def marked(lines: Sequence[TableRow], by_row: bool) -> tuple[TableRow, ...]:
+    """Marks the best accuracy of each row, or of each column, if there is a choice."""
+    width = len(lines[0].cells) if lines else 0
     if by_row:
         groups = [[(i, j) for j in range(width)] for i in range(len(lines))]
     else:
@@ -147,31 +154,31 @@ def marked(lines: Sequence[Line], by_row: bool) -> tuple[Line, ...]:
     best = {place: seeds for group in groups for place, seeds in best_of(lines, group).items()}
     return tuple(
         one._replace(
-            entries=tuple(
+            cells=tuple(
                 found and found._replace(best=(i, j) in best, best_on=best.get((i, j), ()))
-                for j, found in enumerate(one.entries)
+                for j, found in enumerate(one.cells)
             )
         )
         for i, one in enumerate(lines)
     )
 
 
-def best_of(lines: Sequence[Line], group: Sequence[Place]) -> dict[Place, tuple[int, ...]]:
-    """The places of the highest accuracy on the seeds that all rivals have; which, where some have more.
+def best_of(lines: Sequence[TableRow], group: Sequence[Place]) -> dict[Place, tuple[int, ...]]:
+    """The places of the highest accuracy on the common seeds, with these seeds if some results have more.
 
-    As long as a rival that the paper has is missing there is none: it may be the best.
+    None as long as a method of the paper is missing: it may be the best.
     """
-    known, rivals = dict[Place, Mapping[int, float]](), set[str]()
+    known, names = dict[Place, Mapping[int, float]](), set[str]()
     for i, j in group:
-        found = lines[i].entries[j]
-        if found is None or lines[i].reference or not is_accuracy(found.figure.metric):
+        found = lines[i].cells[j]
+        if found is None or lines[i].reference or not is_accuracy(found.measurement.metric):
             continue
-        if found.result.comparable and found.figure.values:
-            known[i, j] = found.figure.values
-            rivals.add(found.result.name)
+        if found.result.comparable and found.measurement.values:
+            known[i, j] = found.measurement.values
+            names.add(found.result.name)
         elif all(choice.paper for choice in found.result.choices):
             return {}
-    seeds = in_common(known.values()) if len(rivals) > 1 else []
+    seeds = seeds_in_common(known.values()) if len(names) > 1 else []
     means = {
         place: round(fmean(values[seed] for seed in seeds), 4) for place, values in known.items() if seeds
     }
