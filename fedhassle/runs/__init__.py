@@ -1,0 +1,1 @@
+"""A run from start to summary: its folder, records and trackers; several runs at once and compared."""
