@@ -1,33 +1,40 @@
-"""What the docs show runs."""
+"""The examples in docs/ run, and what the docs name exists."""
 
+import dataclasses
 import doctest
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import small
+import typer
 from typer.main import get_command
 
 import fedhassle
 import fedhassle.method
+from benchmarks.__main__ import main as benchmark
 from fedhassle.cli.main import app
+from fedhassle.method import Method
+from fedhassle.methods import METHODS, Hassle
 from fedhassle.reproduce.experiment import cells, read_experiment
+from fedhassle.settings.request import key_value
 
 ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+EACH_PAGE = pytest.mark.parametrize("page", PAGES)
 EXAMPLES = [
     (page, *example)
     for page in ("method", "network")
     for example in re.findall(
-        r"^```python\n# (\w+)\.py\n(.*?)^```",
-        (ROOT / f"docs/{page}.md").read_text("utf-8"),
-        re.MULTILINE | re.DOTALL,
+        r"^```python\n# (\w+)\.py\n(.*?)^```", PAGES[f"{page}.md"], re.MULTILINE | re.DOTALL
     )
 ]
 
 
 @pytest.mark.parametrize(("page", "module", "source"), EXAMPLES, ids=[name for _, name, _ in EXAMPLES])
-def test_a_method_or_network_of_the_docs_trains(page, module, source, tmp_path, monkeypatch):
+def test_an_example_method_or_network_trains(page, module, source, tmp_path, monkeypatch):
     """Each example as a user has it: a file on the Python path, named by import path."""
     (tmp_path / f"{module}.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,17 +52,15 @@ def test_a_method_or_network_of_the_docs_trains(page, module, source, tmp_path, 
     assert result.model.predict(data.x_test).classes.shape == (40,)
 
 
-def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch, capsys):
-    """Every command and every line of Python of docs/models.md, in their order, after a shorter run.
-
-    Each piece of Python as if it were pasted into a new session.
-    """
+def test_the_commands_and_the_python_of_the_models_page_run(tmp_path, monkeypatch, capsys):
+    """All of docs/models.md in order, after a shorter run; each piece of Python in a namespace of its own."""
     pytest.importorskip("onnxruntime")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs/models.md").read_text("utf-8")
     shorter = ["rounds=1", "clients_per_round=2", "method.epochs=1", "method.residual_steps=1", "threads=1"]
     called = []
-    for language, source in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for language, source in re.findall(
+        r"^```(bash|python)\n(.*?)^```", PAGES["models.md"], re.MULTILINE | re.DOTALL
+    ):
         if language == "python":
             exec(compile(source, "docs/models.md", "exec"), {})
             continue
@@ -72,9 +77,9 @@ def test_the_way_of_a_model_from_the_run_to_other_programs(tmp_path, monkeypatch
     assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
 
 
-def test_the_experiment_of_the_docs_can_be_made(tmp_path):
-    """The example, pasted into a file: GRA × MPA and three seeds, as valid runs."""
-    text = (ROOT / "docs/reproduce.md").read_text("utf-8")
+def test_the_example_experiment_is_valid(tmp_path):
+    """GRA × MPA with three seeds: twelve different runs."""
+    text = PAGES["reproduce.md"]
     (source,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.toml").write_text(source, "utf-8")
     made = cells(read_experiment(str(tmp_path / "mine.toml")))
@@ -82,11 +87,10 @@ def test_the_experiment_of_the_docs_can_be_made(tmp_path):
     assert "no-gra-mpa-0" in text and "no-gra-mpa-0" in [cell.key for cell in made]
 
 
-def test_the_commands_of_the_guide_to_a_federation_parse():
-    text = (ROOT / "docs/federation.md").read_text("utf-8")
-    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+def test_the_commands_of_the_federation_page_parse():
+    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGES["federation.md"], re.MULTILINE | re.DOTALL))
     shown = set()
-    for line in filter(None, lines):
+    for line in filter(None, lines.splitlines()):
         program, *words = shlex.split(line, comments=True)
         command = get_command(app)
         assert program == "fedhassle"
@@ -95,27 +99,125 @@ def test_the_commands_of_the_guide_to_a_federation_parse():
         with command.make_context(command.name, words):
             shown.add(command.name)
     assert shown == {"init", "join", "admit", "server", "node", "status", "run", "predict"}
-    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert {link[1:] for link in re.findall(r"\]\((#[^)]+)\)", text)} <= anchors
+
+
+def test_the_benchmark_commands_of_the_speed_page_parse():
+    program = typer.Typer()
+    program.command()(benchmark)
+    (source,) = re.findall(r"^```bash\n(.*?)^```", PAGES["speed.md"], re.MULTILINE | re.DOTALL)
+    for line in source.splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[:3] == ["python", "-m", "benchmarks"]
+        with get_command(program).make_context("benchmarks", words[3:]) as context:
+            assert {*(context.params["methods"] or [])} <= METHODS.keys()
 
 
 QUOTES = re.findall(
-    r"^```python\n# (fedhassle/\S+\.py)\n(.*?)^```",
-    (ROOT / "docs/method.md").read_text("utf-8"),
-    re.MULTILINE | re.DOTALL,
+    r"^```python\n# (fedhassle/\S+\.py)\n(.*?)^```", PAGES["method.md"], re.MULTILINE | re.DOTALL
 )
 
 
 @pytest.mark.parametrize(("path", "code"), QUOTES, ids=[path for path, _ in QUOTES])
-def test_what_the_walk_through_a_method_quotes_is_the_products_own(path, code):
+def test_quoted_code_is_in_the_package(path, code):
     assert code in (ROOT / path).read_text("utf-8")
 
 
-def test_there_are_three_examples():
+def test_there_are_three_examples_and_four_quotes():
     assert [name for _, name, _ in EXAMPLES] == ["my_fedprox", "my_teacher", "my_net"] and len(QUOTES) == 4
 
 
-def test_the_example_of_the_interface_is_python():
+def test_the_example_in_the_docstring_of_method_runs():
     found = doctest.testmod(fedhassle.method)
     assert found.attempted == 2 and found.failed == 0
+
+
+# Links, paths and names
+
+
+def prose(page):
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", path.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@EACH_PAGE
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    for link in (link for link in links if not link.startswith("http")):
+        target, _, anchor = link.partition("#")
+        path = ROOT / "docs" / (target or page)
+        assert path.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(path), f"{link}: there is no such heading"
+
+
+@EACH_PAGE
+def test_source_files_exist(page):
+    """Each `x/y.py`, from the repository's root, the package, or the tests; a bare `y.py` anywhere there."""
+    named = re.findall(r"`([\w/]+\.py)`", prose(page))
+    own = {f"{name}.py" for name in ("my_module", "my_net", "my_fedprox", "my_teacher")}
+    for name in (name for name in named if name not in own):
+        places = [ROOT / name, ROOT / "fedhassle" / name, ROOT / "tests" / name]
+        anywhere = [
+            path for room in ("fedhassle", "tests", "benchmarks") for path in ROOT.glob(f"{room}/**/{name}")
+        ]
+        assert any(path.exists() for path in places) or ("/" not in name and anywhere), f"there is no {name}"
+
+
+def equations():
+    """The names in the code column of the table of equations: `vectors.mean`, `Hassle.logits`."""
+    rows = re.findall(r"^\| (?:[\d, ]+|Algorithm 1) \| [^|]* \| ([^|]*) \|", PAGES["paper.md"], re.MULTILINE)
+    return list(dict.fromkeys(name for row in rows for name in re.findall(r"`([\w.]+)`", row)))
+
+
+@pytest.mark.parametrize("name", equations())
+def test_functions_of_the_equations_exist(name):
+    owner, _, function = name.rpartition(".")
+    assert callable(
+        getattr(Hassle if owner == "Hassle" else importlib.import_module(f"fedhassle.{owner}"), function)
+    )
+
+
+def test_the_table_of_equations_is_found():
+    assert {"method.average", "engine.rounds.federate", "Hassle.dual_loss"} <= {*equations()}
+
+
+# Settings in the reference of methods
+
+
+def documented(heading):
+    """The settings table below a heading of docs/methods.md: defaults by name, None for –."""
+    section = PAGES["methods.md"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert section, f"docs/methods.md has no section {heading}"
+    rows = re.findall(r"^\| `(\w+)` \| (–|`[^`]+`) \|", section, re.MULTILINE)
+    return {
+        name: None if default == "–" else key_value(f"x={default.strip('`')}")[1] for name, default in rows
+    }
+
+
+def settings_of(method):
+    return {field.name: field.default for field in dataclasses.fields(method) if field.name != "net"}
+
+
+def test_the_common_settings_are_those_of_method():
+    assert documented("Common settings") == settings_of(Method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_settings_of_a_method_are_exact(name):
+    """A section lists what its class adds to the common settings or sets to another default."""
+    common, found = settings_of(Method), settings_of(METHODS[name])
+    own = {key: default for key, default in found.items() if key not in common or default != common[key]}
+    assert documented(name) == own
+    assert {key: type(value) for key, value in documented(name).items()} == {
+        key: type(value) for key, value in own.items()
+    }
+
+
+def test_every_method_is_in_the_overview():
+    overview = PAGES["methods.md"].partition("## Overview")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| \[`([\w-]+)`\]", overview, re.MULTILINE) == [*METHODS]
