@@ -15,7 +15,7 @@ from fedhassle.averaging import Averaged
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.losses import calibrated, cross_entropy
-from fedhassle.method import Batch, Client, Descent, Phase, Stream, as_models
+from fedhassle.method import Batch, Descent, Phase, Stream, as_models
 from fedhassle.methods import METHODS, FedAvg, FixMatchGlobal
 from fedhassle.methods.hassle import SUPERVISED, Hassle
 
