@@ -17,6 +17,17 @@ def cross_entropy_each(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, ignore_index=-1, reduction="none")
 
 
+def calibrated(z: Tensor, y: Tensor) -> Tensor:
+    """Z + log p, where p are the shares of the classes among the batch's labels, each counted one more.
+
+    The cross-entropy of it does not teach a model the class mix of the client at hand (balanced softmax, Ren
+    et al., 2020; FedLC, Zhang et al., 2022). y are labels (B,) or probabilities (B, M).
+    """
+    counts = (one_hot(y, z.shape[1]) if y.dim() == 1 else y).sum(0) + 1  # (M,)
+    counts = counts.to(torch.promote_types(z.dtype, counts.dtype))  # bfloat16 has too few digits for shares
+    return z + (counts / counts.sum()).log()
+
+
 def soft_cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """−Σ_m target·log softmax z, of each sample (B,); the target are probabilities (B, M)."""
     return -(target * z.log_softmax(1)).sum(1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
@@ -16,10 +16,13 @@ from torch import Tensor
 from fedhassle.data.split.layout import Kind, kind_of
 from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import require
+from fedhassle.losses import calibrated, cross_entropy
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
 
 Part = Literal["labelled", "unlabelled"]
+
+MEAN_OF = "mean of "  # before the name of a model: its running mean over rounds
 
 
 class Client(NamedTuple):
@@ -156,6 +159,14 @@ class Phase:
         pace = self.streams[0]
         return self.steps or self.epochs * -(-client.count(pace.part) // pace.batch)
 
+    def with_labelled_view(self, view: str | None) -> Phase:
+        """Returns the phase with this view of labelled images; None leaves it as it is."""
+        if view is None:
+            return self
+        seen = {stream: replace(stream, views=(view,) * len(stream.views)) for stream in self.streams}
+        streams = tuple(seen[each] if each.part == "labelled" else each for each in self.streams)
+        return replace(self, streams=streams)
+
     @property
     def trained(self) -> tuple[str, ...]:
         """The names that it trains."""
@@ -208,7 +219,12 @@ class Method:
     lr: float = 0.1  # η, Sec. 5.1
     momentum: float = 0.9  # Sec. 5.1
     clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
+    average: float | None = None  # decay of a running mean over rounds of each model that predicts
+    teacher: Literal["average"] | None = None  # who gives pseudo-labels; None: the models received
+    prior: Literal["batch"] | None = None  # calibrates cross-entropies by the class mix of the batch
+    labelled_view: Literal["weak", "strong"] | None = None  # of labelled images; None: the method's own
 
+    teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
     pooled: ClassVar[bool] = False  # whether all labelled data lie in one place: a reference, no federation
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
     modes: ClassVar[Mapping[str, str]] = {}  # predictions to choose from and what each is; {}: the headline
@@ -222,6 +238,14 @@ class Method:
         require(
             self.clip is None or 0 <= self.clip < math.inf,
             f"clip must be at least 0 (0 = off), got {self.clip}",
+        )
+        require(
+            self.average is None or 0 < self.average < 1,
+            f"average must lie between 0 and 1, got {self.average}",
+        )
+        require(
+            self.teacher is None or bool(self.average is not None and self.teachers),
+            "teacher=average needs a decay (average=0.9), and a method that has its models label samples",
         )
 
     def for_run(self, rounds: int, steps: int | None = None) -> Self:
@@ -274,6 +298,19 @@ class Method:
     def unsent(self) -> float:
         """Changes of an entry up to this size are sent in neither direction."""
         return 0.0
+
+    def teaching(self, received: Models) -> Models:
+        """Returns the models that give pseudo-labels: those received, or their means where these are sent."""
+        means = {k.removeprefix(MEAN_OF): v for k, v in received.items() if k.startswith(MEAN_OF)}
+        return {**received, **means}
+
+    def cross_entropy(self, z: Tensor, y: Tensor) -> Tensor:
+        """Returns ℓ(z, y), mean over the batch; with `prior`, of calibrated logits."""
+        return cross_entropy(self.calibrated(z, y), y)
+
+    def calibrated(self, z: Tensor, y: Tensor) -> Tensor:
+        """Returns the logits that a cross-entropy on labels y is taken of: with `prior`, calibrated ones."""
+        return calibrated(z, y) if self.prior else z
 
     def sgd(self, decay: float = 0.0) -> SGD:
         """The optimiser of this method's descents."""

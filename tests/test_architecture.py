@@ -12,7 +12,7 @@ PACKAGE = Path(fedhassle.__file__).parent
 STOREYS = [  # from the ground up; a module imports what lies below it, or beside it on its storey
     {"errors", "files", "names", "terminal", "version", "provenance", "randomness"},
     {"data"},
-    {"vectors", "nets", "losses", "method"},
+    {"vectors", "nets", "losses", "method", "averaging"},
     {"methods", "engine"},
     {"settings"},
     {"runs"},

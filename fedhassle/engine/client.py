@@ -149,7 +149,7 @@ def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
     """Plans the round of a client: its jobs, with the pseudo-labels that are given once per round."""
     client = site.client
     networks = method.networks()
-    phases = method.phases(client, t)
+    phases = tuple(p.with_labelled_view(method.labelled_view) for p in method.phases(client, t))
     kept = method.memory(client, message) if memory is None else memory
     for phase in phases:
         check_phase(phase, client, {*message, *kept})

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedhassle.losses import cross_entropy
 from fedhassle.method import Batch, Client, Descent, Method, Models, Phase, Stream
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays
@@ -32,7 +31,7 @@ class FedAvg(Method):
 
     def loss(self, local: Models, received: Models, batch: Batch) -> Tensor:
         """ℓ(f(x; w), y)."""
-        return cross_entropy(local["w"](batch.views[0]), batch.y)
+        return self.cross_entropy(local["w"](batch.views[0]), batch.y)
 
     def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
         """f(x; w)."""

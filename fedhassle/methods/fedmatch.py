@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.errors import require
-from fedhassle.losses import cross_entropy, cross_entropy_each, kl_divergence_each, one_hot
+from fedhassle.losses import cross_entropy_each, kl_divergence_each, one_hot
 from fedhassle.method import (
     Batch,
     Client,
@@ -101,7 +101,7 @@ class FedMatch(Method):
     def supervised(self, local: Models, received: Models, labelled: Batch, *rest: Batch) -> Tensor:
         """λ_s·ℓ(f(x; σ + ψ), y), for σ."""
         z = self.theta(local["sigma"], local["psi"])(labelled.views[0])
-        return self.supervised_weight * cross_entropy(z, labelled.y)
+        return self.supervised_weight * self.cross_entropy(z, labelled.y)
 
     def following(self, local: Models, received: Models, labelled: Batch) -> Tensor:
         """The loss of ψ where no data is unlabelled."""
@@ -141,7 +141,8 @@ class FedMatch(Method):
             (over_the_sure(kl_divergence_each(expert, z)) for expert in experts), torch.zeros_like(sure[0])
         )
         label = majority([z.detach(), *experts])
-        labelling = over_the_sure(cross_entropy_each(theta(strong), label))
+        z_strong = self.calibrated(theta(strong), torch.where(sure > 0, label, -1))
+        labelling = over_the_sure(cross_entropy_each(z_strong, label))
         between_clients = consistency / max(1, len(experts)) + labelling
         return self.consistency_weight * between_clients + self.norms(sigma, psi)
 

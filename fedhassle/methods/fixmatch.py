@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.errors import require
-from fedhassle.losses import cross_entropy, hard_labels
+from fedhassle.losses import hard_labels
 from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream, require_confidence
 from fedhassle.methods.fedavg import FedAvg
 
@@ -44,9 +44,11 @@ class FixMatch(FedAvg):
         """Cross-entropy on labels + λ_u · consistency; one forward pass, so that BatchNorm sees all."""
         views = (*labelled.views, *unlabelled.views)
         z, z_weak, z_strong = local["w"](torch.cat(views)).split([len(x) for x in views])
-        consistency = self.consistency(z_weak.detach(), received["w"], unlabelled.views[0], z_strong)
-        return cross_entropy(z, labelled.y) + self.weight * consistency
+        consistency = self.consistency(
+            z_weak.detach(), self.teaching(received)["w"], unlabelled.views[0], z_strong
+        )
+        return self.cross_entropy(z, labelled.y) + self.weight * consistency
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
         """The strong view is to be what the model itself is sure that the weak one is."""
-        return cross_entropy(z_strong, hard_labels(z_weak, self.confidence))
+        return self.cross_entropy(z_strong, hard_labels(z_weak, self.confidence))

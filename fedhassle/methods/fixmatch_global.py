@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedhassle.losses import cross_entropy, hard_labels
+from fedhassle.losses import hard_labels
 from fedhassle.method import Batch, Client, Descent, Model, Models, Phase
 from fedhassle.methods.fixmatch import FixMatch
 
@@ -18,6 +19,8 @@ class FixMatchGlobal(FixMatch):
 
     Full clients train on labels, partial ones on all.
     """
+
+    teachers: ClassVar[tuple[str, ...]] = ("w",)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """As FixMatch's, and for an unlabelled client its term alone."""
@@ -30,8 +33,8 @@ class FixMatchGlobal(FixMatch):
         """The consistency of an unlabelled client."""
         weak, strong = unlabelled.views
         z_weak, z_strong = local["w"](torch.cat([weak, strong])).chunk(2)
-        return self.weight * self.consistency(z_weak.detach(), received["w"], weak, z_strong)
+        return self.weight * self.consistency(z_weak.detach(), self.teaching(received)["w"], weak, z_strong)
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
         """The strong view is to be what the model received is sure that the weak one is."""
-        return cross_entropy(z_strong, hard_labels(teacher(weak), self.confidence))
+        return self.cross_entropy(z_strong, hard_labels(teacher(weak), self.confidence))

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fedhassle.errors import require
-from fedhassle.losses import cross_entropy, hard_labels, kl_divergence
+from fedhassle.losses import hard_labels, kl_divergence
 from fedhassle.method import (
     Batch,
     Client,
@@ -81,6 +81,7 @@ class Hassle(Method):
     residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
     warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
 
+    teachers: ClassVar[tuple[str, ...]] = ("w_S_before", "r_US")
     headline: ClassVar[str] = "EM"
     modes: ClassVar[Mapping[str, str]] = {
         "SM": "supervised + residual",
@@ -165,11 +166,11 @@ class Hassle(Method):
 
     def pseudo_label(self, received: Models, x: Tensor) -> Tensor:
         """ŷ = argmax f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals Eq. 5."""
-        return hard_labels(self.logits(SUPERVISED, received, x), self.confidence)
+        return hard_labels(self.logits(SUPERVISED, self.teaching(received), x), self.confidence)
 
     def dual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
         """L_S: cross-entropy and the proximity of the other dual (Eq. 12)."""
-        loss = cross_entropy(local[side.dual](batch.views[0]), batch.y)
+        loss = self.cross_entropy(local[side.dual](batch.views[0]), batch.y)
         if not self.mpa:
             return loss
         measure = squared_distance if self.proximity == "squared" else distance
@@ -182,7 +183,7 @@ class Hassle(Method):
         with_residual = self.residual_target == "with_residual"
         other = self.logits(opposite(side), received, x) if with_residual else received[side.other](x)
         target = other - z  # Eq. 6
-        complement = cross_entropy(z + r, batch.y)  # L_CE (Eq. 8)
+        complement = self.cross_entropy(z + r, batch.y)  # L_CE (Eq. 8)
         difference = kl_divergence(target / self.tau, r / self.tau)  # L_res (Eq. 7)
         return complement + self.lam * difference
 

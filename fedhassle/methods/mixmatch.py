@@ -73,7 +73,8 @@ class MixMatch(FedAvg):
         target = torch.cat([one_hot(labelled.y, guess.shape[1]), guess, guess])
         both, target = self.mixed(torch.cat([x, u]), target, draw)
         z = local["w"](both)  # one pass: BatchNorm sees all, so nothing need be interleaved
-        supervised = soft_cross_entropy(z[: len(x)], target[: len(x)]).mean()
+        on_labels, wanted = z[: len(x)], target[: len(x)]
+        supervised = soft_cross_entropy(self.calibrated(on_labels, wanted), wanted).mean()
         distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
         loss: Tensor = supervised + self.weight * received["ramp"][0] * distance
         return loss

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.errors import require
-from fedhassle.losses import cross_entropy, sharpen
+from fedhassle.losses import sharpen
 from fedhassle.method import Batch, Client, Descent, Models, Phase, Stream, Update
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.nets import Net
@@ -92,7 +92,7 @@ class RSCFed(FedAvg):
 
     def mixed(self, local: Models, received: Models, batch: Batch, labelled: Batch) -> Tensor:
         """Both losses of a partial client."""
-        supervised = cross_entropy(local["w"](labelled.views[0]), labelled.y)
+        supervised = self.loss(local, received, labelled)
         return supervised + self.consistency(local, received, batch)
 
     def teach(self, local: Models, received: Models) -> Models:

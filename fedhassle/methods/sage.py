@@ -36,4 +36,5 @@ class Sage(FixMatchGlobal):
         classes = z_strong.shape[1]
         target = share * one_hot(y, classes) + (1 - share) * one_hot(v, classes)
         sure = (p >= self.confidence) | (q >= self.confidence)
-        return (soft_cross_entropy(z_strong, target) * sure).mean()
+        z = self.calibrated(z_strong, target * sure[:, None])
+        return (soft_cross_entropy(z, target) * sure).mean()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedhassle.averaging import Averaged
 from fedhassle.data import catalogue
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split import split
@@ -193,6 +194,7 @@ def build_net(settings: Settings, dataset: Dataset) -> Net:
 def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
     """A method with its settings."""
     try:
-        return method_class(name)(net=net, **values)
+        method = method_class(name)(net=net, **values)
+        return method if method.average is None else Averaged.of(method)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error

@@ -55,6 +55,12 @@ def test_the_hash_changes_with_every_other_setting():
         *("data.mean=[0.1]", "data.std=[0.1]", "data.flip=true", "data.crop=1", "split.kind=iid"),
         *("split.annotation=own", "split.alpha=3", "split.clients=3", "split.labels=PL", "split.size=3"),
         *("split.ratio=3", "split.seed=3", "split.file=x", "method=fedavg", "method=fedprox"),
+        *(
+            "method.average=0.5",
+            "method.teacher=average",
+            "method.prior=batch",
+            "method.labelled_view=strong",
+        ),
         *("method.batch=3", "method.epochs=3", "method.lr=3", "method.momentum=0.3", "method.clip=3"),
         *("method.gra=false", "method.mpa=false", "method.gamma=3", "method.proximity=norm"),
         *("method.residual_target=with_residual", "method.tau=3", "method.lam=3", "method.residual_steps=3"),
@@ -91,6 +97,9 @@ class Mine(FedAvg):
 def changed(hint, default):
     """Another value for a field."""
     kinds = typing.get_args(hint)
+    words = [word for kind in kinds for word in typing.get_args(kind)]  # of a Literal that may be None
+    if words:
+        return words[0]
     if hint is bool:
         return str(not default).lower()
     if typing.get_origin(hint) is typing.Literal:

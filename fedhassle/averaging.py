@@ -1,0 +1,129 @@
+"""Running means over rounds of the models that predict, for any method (SWA, Izmailov et al., 2018).
+
+A round that misses the clients with most labels throws a merged model back; its mean over rounds hardly
+moves. The means stay with the server: they cost no byte and no step, and training does not see them, unless
+they are to give pseudo-labels (`teacher=average`): then they are sent to clients that have unlabelled data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+from torch import Tensor
+
+from fedhassle.method import MEAN_OF, Client, Method, Phase, Update
+from fedhassle.nets import Net
+from fedhassle.vectors import Arrays
+
+AVERAGED = " averaged"  # behind the name of a prediction by running means
+
+
+@dataclass(frozen=True)
+class Averaged(Method):
+    """A method whose server keeps a running mean of each model that predicts, and predicts with both."""
+
+    method: Method | None = None  # never None: a field behind fields with defaults needs one
+
+    def __post_init__(self) -> None:
+        pass  # the method has checked its settings
+
+    @classmethod
+    def of(cls, method: Method) -> Self:
+        """Returns the method with running means by its own setting `average`."""
+        return cls(**{field.name: getattr(method, field.name) for field in fields(Method)}, method=method)
+
+    @property
+    def inner(self) -> Method:
+        """The method that trains."""
+        assert self.method is not None
+        return self.method
+
+    @property
+    def headline(self) -> str:  # type: ignore[override] # a class has it as a variable
+        """The method's own headline: predictions by means are reported beside it."""
+        return self.inner.headline
+
+    @property
+    def modes(self) -> Mapping[str, str]:  # type: ignore[override]
+        """The method's predictions, and each by running means."""
+        plain = self.inner.modes or {self.headline: "the merged model"}
+        return {**plain, **{name + AVERAGED: f"{text}, mean over rounds" for name, text in plain.items()}}
+
+    @property
+    def teachers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The method's models that give pseudo-labels."""
+        return self.inner.teachers
+
+    @property
+    def pooled(self) -> bool:  # type: ignore[override]
+        """Whether the method's labelled data lie in one place."""
+        return self.inner.pooled
+
+    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+        """The method as its run has it."""
+        return replace(self, method=self.inner.for_run(rounds, steps))
+
+    def networks(self) -> dict[str, Net]:
+        """The method's networks, and the means that are sent."""
+        known = self.inner.networks()
+        return known | {MEAN_OF + name: known[name] for name in self.teachers if self.teacher}
+
+    def initial(self, seed: int) -> Arrays:
+        """The method's state: there is no mean before round 1."""
+        return self.inner.initial(seed)
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """The method's phases."""
+        return self.inner.phases(client, t)
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """The method's message; with `teacher`, also the means of the models that give pseudo-labels."""
+        sent = self.inner.message(plain(state), client, t)
+        if self.teacher is None or not client.unlabelled:
+            return sent
+        means = [MEAN_OF + name for name in self.teachers if name in sent]
+        return sent | {name: state[name] for name in means if name in state}
+
+    def memory(self, client: Client, message: Arrays) -> Arrays:
+        """What a client of the method keeps."""
+        return self.inner.memory(client, message)
+
+    def counts(self, update: Update) -> Mapping[str, int]:
+        """The method's weights."""
+        return self.inner.counts(update)
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """M ← a·m + (1 − a)·w for each model w that predicts, where a = min(average, 1 − 1/t)."""
+        merged = self.inner.merge(plain(state), updates, t, rng)
+        share = min(self.average or 0.0, 1 - 1 / t)
+        now = self.inner.model(merged).items()
+        return merged | {MEAN_OF + name: w.lerp(state.get(MEAN_OF + name, w), share) for name, w in now}
+
+    def model(self, state: Arrays) -> Arrays:
+        """The method's model, and its means."""
+        return self.inner.model(plain(state)) | {k: v for k, v in state.items() if k.startswith(MEAN_OF)}
+
+    def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
+        """The method's predictions, by the merged models and by their means."""
+        means = {k.removeprefix(MEAN_OF): v for k, v in state.items() if k.startswith(MEAN_OF)}
+        found = self.inner.predict(plain(state), x)
+        averaged = self.inner.predict(plain(state) | means, x)
+        return found | {name + AVERAGED: z for name, z in averaged.items()}
+
+    def report(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The method's report, on the predictions of each kind."""
+        averaged = {k.removesuffix(AVERAGED): v for k, v in scores.items() if k.endswith(AVERAGED)}
+        found = self.inner.report({k: v for k, v in scores.items() if not k.endswith(AVERAGED)})
+        return found | {name + AVERAGED: score for name, score in self.inner.report(averaged).items()}
+
+    def unsent(self) -> float:
+        """The method's threshold."""
+        return self.inner.unsent()
+
+
+def plain(state: Arrays) -> Arrays:
+    """Returns a state without running means."""
+    return {name: vector for name, vector in state.items() if not name.startswith(MEAN_OF)}
