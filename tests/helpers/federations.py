@@ -13,7 +13,7 @@ from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.federation.site.node import SiteNode
-from fedhassle.methods import METHODS
+from fedhassle.settings.build import build_method
 from fedhassle.settings.request import parsed
 
 ENGINE = Engine(small.CPU)
@@ -35,9 +35,9 @@ def settings_of(name):
     return {**SHORT, **small.TELLING.get(name, {})}
 
 
-def method_named(name):
+def method_named(name, **settings):
     """A method on the small network."""
-    return METHODS[name](net=small.net(), **settings_of(name))
+    return build_method(name, {**settings_of(name), **settings}, small.net())
 
 
 def held(data, split=small.SPLIT):
@@ -121,10 +121,10 @@ def network(folder, agreed, split=FEW):
     return FakeTransport({k: node.answer for k, node in nodes.items()})
 
 
-def federation(folder, name, agreed=None, split=small.SPLIT):
+def federation(folder, name, agreed=None, split=small.SPLIT, **settings):
     """A method, a federation of the sites of a split that trains it, and its transport."""
     agreed = agreed or terms()
     transport = network(folder, agreed, split)
     sites = Sites(transport, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
-    plan = {"run": "abc", "method": {"name": name, **settings_of(name)}, "net": NET, "seed": 0}
-    return method_named(name), FlowerFederation(sites, plan), transport
+    plan = {"run": "abc", "method": {"name": name, **settings_of(name), **settings}, "net": NET, "seed": 0}
+    return method_named(name, **settings), FlowerFederation(sites, plan), transport

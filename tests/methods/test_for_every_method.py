@@ -212,11 +212,10 @@ def test_a_teacher_needs_a_mean_and_a_method_that_is_taught(name, settings):
         made(name, teacher="average", **settings)
 
 
-@pytest.mark.parametrize("teacher", [None, "average"])
-def test_a_federation_over_a_network_has_the_same_means(teacher, tmp_path):
-    method = Averaged.of(made("hassle", average=0.5, teacher=teacher))
-    settings = {"batch": 8, "epochs": 1, "residual_steps": 2, "average": 0.5, "teacher": teacher}
-    there, _ = federation(tmp_path, method, "hassle", settings=settings)
+@pytest.mark.parametrize("more", [{}, {"teacher": "average"}], ids=["beside", "teaching"])
+def test_a_federation_over_a_network_has_the_same_means(more, tmp_path):
+    method, there, _ = federation(tmp_path, "hassle", average=0.5, **more)
+    assert isinstance(method, Averaged)
     done = list(federate(method, there, Plan(3, 4, 0), method.initial(0)))
     assert small.same(done[-1].state, rounds_of(method, 3)[-1].state)
 
