@@ -47,12 +47,12 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, including those imported on first use."""
+    """What there is, for those who look: what is imported on first use too."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that the command line answers before PyTorch is loaded."""
+    """Imports on first use: the command line answers before PyTorch is loaded."""
     if name == "dataset":
         return importlib.import_module("fedhassle.data.catalogue").load
     for module, names in _HOME.items():

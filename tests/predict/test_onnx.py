@@ -208,7 +208,7 @@ def test_no_file_but_an_onnx_file_is_written_over(name, finished, tmp_path):
     copy = shutil.copytree(finished[0], tmp_path / "copy")
     before = (copy / "model.safetensors").read_bytes(), (copy / "summary.json").read_bytes()
     code, out, err = call("export", copy, copy / name, "--onnx")
-    assert (code, out) == (2, "") and "let it end in .onnx" in err
+    assert (code, out) == (2, "") and "does not end in .onnx" in err
     assert ((copy / "model.safetensors").read_bytes(), (copy / "summary.json").read_bytes()) == before
     assert not (copy / "model").exists()
 
