@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhassle.cli.options import DataDir
+from fedhassle.cli.options import DataDir, Labels
 from fedhassle.errors import require
 from fedhassle.names import counted
 from fedhassle.terminal import progress_bar, say
@@ -33,9 +33,7 @@ def check(
             help="federation.toml, for the agreed classes, size and colours (default: the folder's own)."
         ),
     ] = None,
-    labels: Annotated[
-        Path | None, typer.Option(help="Label file (default: labels.csv in the folder).")
-    ] = None,
+    labels: Labels = None,
     picture: Annotated[Path, typer.Option(help="Picture of examples to write (.png).")] = Path("check.png"),
     show_all: Annotated[
         bool, typer.Option("--all", help="List every file with a problem (default: the first 10).")

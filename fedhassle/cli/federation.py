@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhassle import terminal
-from fedhassle.cli.federation_setup import FOLDER, require_flower
+from fedhassle.cli.federation_setup import FOLDER, AgreementHash, SiteImages, require_flower
+from fedhassle.cli.options import Labels
 from fedhassle.cli.train import show_result
 from fedhassle.errors import UserError, require
 from fedhassle.federation.flower.processes import end_with_parent, interruptible
@@ -67,22 +68,15 @@ def server(folder: Coordinators = FOLDER) -> None:
 
 
 def node(
-    data: Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")],
+    data: SiteImages,
     federation: Annotated[
         Path, typer.Option(help="Folder with federation.toml, ca.crt and the site's key.")
     ] = Path(),
     name: Annotated[
         str | None, typer.Option(help="Name of this site (default: the name of the only key in the folder).")
     ] = None,
-    labels: Annotated[
-        Path | None, typer.Option(help="Label file (default: labels.csv in the data folder).")
-    ] = None,
-    expected: Annotated[
-        str | None,
-        typer.Option(
-            "--hash", help="Hash of the agreement that the coordinator told you (default: not checked)."
-        ),
-    ] = None,
+    labels: Labels = None,
+    expected: AgreementHash = None,
     device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads for training on a CPU.")] = 1,
 ) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedhassle import terminal
 from fedhassle.cli.data import FEW, show_survey
+from fedhassle.cli.options import Labels
 from fedhassle.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ say = partial(terminal.say, console)
 
 Federation = Annotated[
     Path, typer.Option("--federation", help="Folder of the federation, at the coordinator.")
+]
+SiteImages = Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")]
+AgreementHash = Annotated[
+    str | None, typer.Option("--hash", help="Hash that the coordinator told you (default: not checked).")
 ]
 FOLDER = Path("federation")
 
@@ -44,52 +49,32 @@ def init(
     address: Annotated[str, typer.Option(help="Address of the server for the sites, host:port.")],
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Settings of the run, such as method=hassle rounds=100."
-        ),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the run: method=hassle rounds=100."),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
-    classes: Annotated[
-        str | None, typer.Option(help="Names of the classes, such as benign,malignant.")
-    ] = None,
+    classes: Annotated[str | None, typer.Option(help="Names of the classes: benign,malignant.")] = None,
     like: Annotated[
         str | None, typer.Option(help="Use the classes, size, colours and normalisation of this data set.")
     ] = None,
     from_folder: Annotated[
-        Path | None,
-        typer.Option(help="Use the classes, size and normalisation of the images in this folder."),
+        Path | None, typer.Option(help="Use the classes, size and normalisation of these images.")
     ] = None,
-    labels: Annotated[
-        Path | None, typer.Option(help="Label file of --from-folder (default: its labels.csv).")
-    ] = None,
+    labels: Labels = None,
     size: Annotated[
-        str | None,
-        typer.Option(
-            help="Image size in pixels: 64, or HEIGHTxWIDTH (default: that of --like or --from-folder)."
-        ),
+        str | None, typer.Option(help="Pixels: 64, or HEIGHTxWIDTH (default: as --like or --from-folder).")
     ] = None,
     channels: Annotated[
-        int | None,
-        typer.Option(help="1 (grey) or 3 (colour) (default: that of --like or --from-folder, or 3)."),
+        int | None, typer.Option(help="1: grey, 3: colour (default: as --like or --from-folder, or 3).")
     ] = None,
     flip: Annotated[
         bool | None,
-        typer.Option(
-            "--flip/--no-flip",
-            help="Mirror training images at random, or not (default: by the data set or the channels).",
-        ),
+        typer.Option("--flip/--no-flip", help="Mirror images in training (default: as similar data sets)."),
     ] = None,
     crop: Annotated[
-        int | None,
-        typer.Option(
-            help="Shift training images at random by up to this many pixels (default: 1/8 of the side)."
-        ),
+        int | None, typer.Option(help="Pixels to shift images by, at most (default: 1/8 of the side).")
     ] = None,
     also: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Another host name or address in the server's certificate (default: none). Repeatable."
-        ),
+        list[str] | None, typer.Option(help="Another address in the server's certificate (default: none).")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to create.")] = FOLDER,
 ) -> None:
@@ -187,16 +172,9 @@ def checked_run(agreement: Agreement) -> Agreement:
 def join(
     federation: Annotated[Path, typer.Argument(help="Folder with federation.toml and ca.crt.")],
     name: Annotated[str, typer.Option(help="Name of this site: letters, digits, . _ -")],
-    data: Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")],
-    labels: Annotated[
-        Path | None, typer.Option(help="Label file (default: labels.csv in the data folder).")
-    ] = None,
-    expected: Annotated[
-        str | None,
-        typer.Option(
-            "--hash", help="Hash of the agreement that the coordinator told you (default: not checked)."
-        ),
-    ] = None,
+    data: SiteImages,
+    labels: Labels = None,
+    expected: AgreementHash = None,
 ) -> None:
     """Prepare a site: check its data and create its key pair.
 

@@ -37,8 +37,7 @@ ModelPath = Annotated[
 Mode = Annotated[str | None, typer.Option(help="Prediction to use; for HASSLE sm, um or em (default: em).")]
 Device = Annotated[str, typer.Option(help="Device to compute on: auto, cpu or cuda.")]
 AllowImport = Annotated[
-    bool,
-    typer.Option("--allow-import", help="Import your own method or network if the model names one."),
+    bool, typer.Option("--allow-import", help="Import your own method or network if the model names one.")
 ]
 
 
@@ -46,9 +45,7 @@ def predict(
     path: ModelPath,
     images: Annotated[
         list[str],
-        typer.Argument(
-            metavar="IMAGES...", help="Image files, folders, quoted patterns, .npy or .npz files."
-        ),
+        typer.Argument(metavar="IMAGES...", help="Image, .npy or .npz files, folders, quoted patterns."),
     ],
     out: Annotated[Path | None, typer.Option(help="CSV file to write (default: standard output).")] = None,
     mode: Mode = None,

@@ -22,6 +22,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder of the named data sets (default: $FEDHASSLE_DATA, or the cache folder)."),
 ]
+Labels = Annotated[Path | None, typer.Option(help="Label file (default: labels.csv beside the images).")]
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
 
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 Names = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME]... [KEY=VALUE]...",
-        help="Experiments by name, or your own TOML files; then settings.",
+        metavar="[NAME]... [KEY=VALUE]...", help="Experiments, or your own TOML files; then settings."
     ),
 ]
 Only = Annotated[
