@@ -123,7 +123,7 @@ OTHERWISE = {  # but for these, by experiment and choice
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name != "unlabelled-clients"])
-def test_a_choice_sets_what_it_is_called(name):
+def test_a_choice_sets_the_value_of_its_name(name):
     for axis in read_experiment(name).axes:
         for choice in axis.choices:
             number = re.fullmatch(r"[\d./]+", choice.id)
@@ -166,7 +166,7 @@ def test_the_first_seed_of_all_cells_comes_first():
         (("gamma", "0.1-1"), ["data=cifar10", "method.gamma=0.1", "seed=1"]),
     ],
 )
-def test_a_cell_is_the_run_that_one_would_ask_for(key, words):
+def test_a_cell_is_the_run_of_these_settings(key, words):
     assert resolve(cell(*key).requested) == resolve(request("paper", words))
 
 
@@ -189,11 +189,11 @@ def test_a_cell_is_the_run_that_one_would_ask_for(key, words):
         (("table-noniid", "fmnist-0.1-fedmatch-1"), ("table1", "fmnist-10%-fedmatch-1")),
     ],
 )
-def test_what_two_experiments_share_is_one_run(one, other):
+def test_a_cell_of_two_experiments_is_one_run(one, other):
     assert cell(*one).identity == cell(*other).identity
 
 
-# The paper's figures
+# Values of the paper
 
 
 TABLES = """
@@ -241,7 +241,7 @@ none                66.34 67.14 67.79
 
 
 def by_predictions(lines):
-    """A table of HASSLE's three predictions, as ((cell, metric), figure)."""
+    """A table of HASSLE's three predictions, as ((cell, metric), value)."""
     metrics = [f"accuracy.{word}" for word in lines[0].split()[1:]]
     for name, *figures in map(str.split, lines[1:]):
         yield from zip(itertools.product([name], metrics), map(float, figures), strict=True)
@@ -258,7 +258,7 @@ def by_methods(lines):
         yield from zip(places, map(float, line[20:].split()), strict=True)
 
 
-def test_the_figures_are_those_of_the_papers_tables():
+def test_the_printed_values_are_those_of_the_papers_tables():
     tables = [block.splitlines() for block in TABLES.strip().split("\n\n")]
     assert {lines[0].split()[0] for lines in tables} == {
         n for n, one in paper_results().items() if one.values
@@ -270,7 +270,7 @@ def test_the_figures_are_those_of_the_papers_tables():
         assert found == pytest.approx({place: figure / 100 for place, figure in expected.items()}, abs=1e-12)
 
 
-def test_what_the_paper_prints_twice_is_the_same():
+def test_values_that_the_paper_prints_twice_agree():
     """One setting in several of its tables: 10 % labelled, α = 0.1, HASSLE as it is."""
     tables = {name: paper_results()[name] for name in SIZES}
     for data, method in itertools.product(("fmnist", "cifar10", "cifar100"), list(METHODS)[:7]):
@@ -285,8 +285,8 @@ def test_what_the_paper_prints_twice_is_the_same():
 
 
 @EACH
-def test_the_papers_figures_belong_to_cells(name):
-    """All of a table, none of a figure; none of what the paper does not have."""
+def test_the_papers_values_belong_to_cells(name):
+    """A table has all its values, a figure has none, and so have methods that are not in the paper."""
     experiment, paper = read_experiment(name), paper_results()[name]
     assert paper.source == experiment.source and paper.says
     in_paper = {one.name for one in cells(experiment) if all(choice.paper for choice in one.choices)}
@@ -296,13 +296,13 @@ def test_the_papers_figures_belong_to_cells(name):
         assert all(0.1 < value < 1 for value in values.values())
 
 
-def test_what_the_paper_does_not_have_is_marked():
+def test_methods_that_are_not_in_the_paper_are_marked():
     choices = {choice.id: choice.paper for choice in read_experiment("table1").axes[-1].choices}
     assert list(choices) == list(METHODS)
     assert [name for name, paper in choices.items() if not paper] == list(METHODS)[7:]
 
 
-# A part of them
+# Selections
 
 
 def keys(name, **selection):
@@ -319,12 +319,12 @@ def keys(name, **selection):
         ((), ("local",), 5, 45),
     ],
 )
-def test_a_part_is_chosen_by_the_words_of_its_key(only, methods, seeds, expected):
+def test_cells_are_selected_by_words_of_their_keys(only, methods, seeds, expected):
     found = keys("table1", only=only, methods=methods, seeds=seeds)
     assert found == expected if isinstance(expected, list) else len(found) == expected
 
 
-def test_a_method_is_found_where_no_axis_names_it():
+def test_a_method_is_found_without_an_axis_for_it():
     assert keys("ratio", methods=("fedavg",), seeds=1) == ["0-0"]
     chosen = [read_experiment(name) for name in ("table1", "ablation")]
     both = select(chosen, Selection(methods=("hassle",), only=("cifar10-10%", "gra"), seeds=1))
@@ -332,7 +332,7 @@ def test_a_method_is_found_where_no_axis_names_it():
     assert [one.key for one in both["ablation"]] == ["gra-no-mpa-0", "gra-mpa-0"]
 
 
-def test_settings_of_ones_own_make_other_runs():
+def test_changed_settings_make_other_runs():
     changed = Selection(methods=("hassle",), changes=("rounds=50", "method.residual_steps=9"), seeds=1)
     for one in select([read_experiment("table1")], changed)["table1"]:
         assert one.identity.rounds == 50
@@ -367,7 +367,7 @@ def test_an_unknown_experiment_is_refused_with_the_nearest(name, hint):
         read_experiment(name)
 
 
-# Files of one's own
+# Files of users
 
 GOOD = """
 title = "Mine"
@@ -377,7 +377,7 @@ choices = [{ id = "a", set = { method = "fedavg" } }, { id = "b" }]
 """
 
 
-def test_an_experiment_of_ones_own_is_named_by_its_file(tmp_path):
+def test_a_users_experiment_has_the_name_of_its_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     found = read_experiment(str(path))
@@ -387,7 +387,7 @@ def test_an_experiment_of_ones_own_is_named_by_its_file(tmp_path):
     assert [one.method for one in made[:2]] == ["fedavg", "hassle"]
 
 
-def test_two_experiments_of_one_name_are_refused(tmp_path):
+def test_two_experiments_with_the_same_name_are_refused(tmp_path):
     """Their cells would be taken for each other's."""
     paths = [tmp_path / folder / "mine.toml" for folder in ("one", "other")]
     for path, method in zip(paths, ("fedprox", "fixmatch"), strict=True):
@@ -447,6 +447,6 @@ def test_every_error_of_a_file_has_a_line(tmp_path):
     assert first.startswith(f"{path}: rows: ") and second.startswith(f"{path}: seeds: ")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_experiment(str(tmp_path / "none.toml"))

@@ -62,7 +62,7 @@ def test_the_results_of_this_repository_are_a_ledger():
         assert run(found["seed"], found["settings_hash"]) in ledger
 
 
-def test_cells_of_the_paper_are_found_by_what_they_are(tmp_path):
+def test_cells_of_the_paper_are_found_by_their_identity(tmp_path):
     cell, other, *_ = cells(read_experiment("table1"))
     ledgers.put(tmp_path, ledgers.summary(cell, {"model": 0.5}))
     assert cell.identity in Ledger(tmp_path) and other.identity not in Ledger(tmp_path)
@@ -95,7 +95,7 @@ def test_a_foreign_or_broken_file_is_skipped_and_named_once(content, tmp_path):
     assert not ledger.skipped
 
 
-def test_what_is_no_json_and_what_is_half_written_is_left_alone(tmp_path):
+def test_other_files_and_unfinished_ones_are_ignored(tmp_path):
     write(tmp_path / "README.md", "no summary")
     write(tmp_path / ".writing-x.json", '{"form')
     assert not Ledger(tmp_path).skipped
@@ -111,7 +111,7 @@ def test_a_finished_run_gets_a_readable_name(tmp_path):
     assert odd == tmp_path / "results" / "a.b.npz" / "my.own.Method-bbbbbbbb-0.json"
 
 
-def test_what_is_there_is_never_written_over(tmp_path):
+def test_a_file_is_never_overwritten(tmp_path):
     ledger = Ledger(tmp_path)
     first = ledger.add(summary(seconds=1.0))
     before = first.read_text()
@@ -140,7 +140,7 @@ def test_ledgers_merge_by_copying(tmp_path):
     assert len(list((one.folder / "cifar10").iterdir())) == 3
 
 
-def test_a_file_that_was_read_while_it_was_copied_is_read_again(tmp_path):
+def test_a_file_that_was_incomplete_is_read_again(tmp_path):
     whole, place = json.dumps(summary()), tmp_path / "a.json"
     write(place, whole[: len(whole) // 2])
     ledger = Ledger(tmp_path)
@@ -150,7 +150,7 @@ def test_a_file_that_was_read_while_it_was_copied_is_read_again(tmp_path):
     assert run() in ledger and not ledger.skipped
 
 
-def test_a_file_that_becomes_another_run_is_found_as_that_alone(tmp_path):
+def test_a_changed_file_is_found_as_its_new_run_alone(tmp_path):
     """A copy that it stood for stands for itself then."""
     for name in ("a.json", "b.json"):
         write(tmp_path / name, summary())
@@ -162,7 +162,7 @@ def test_a_file_that_becomes_another_run_is_found_as_that_alone(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["a.json", "b.json"])
-def test_two_results_of_one_run_are_named_and_which_counts_depends_on_no_order(first, tmp_path):
+def test_of_two_results_of_one_run_the_first_by_path_is_used(first, tmp_path):
     """A copy, which was made beside other runs or took another time, is no other result."""
     scores = {"model": {"last": 0.4, "best": 0.6, "mean_of_last": 0.5}}
     files = {
@@ -181,7 +181,7 @@ def test_two_results_of_one_run_are_named_and_which_counts_depends_on_no_order(f
     assert str(tmp_path / "a.json") in why and str(tmp_path / "b.json") in why
 
 
-def test_times_are_those_of_the_same_settings_on_the_same_machine(tmp_path):
+def test_durations_are_estimated_from_the_same_settings_and_machine(tmp_path):
     ledger = Ledger(tmp_path)
     assert ledger.seconds(run()) is None
     ledger.add(summary(seed=0, seconds=20.0))
@@ -198,7 +198,7 @@ def test_times_are_those_of_the_same_settings_on_the_same_machine(tmp_path):
     assert ledger.seconds(run(settings_hash="d" * 16)) == 500.0
 
 
-def test_a_run_has_a_file_and_others_like_it_have_rounds(tmp_path):
+def test_path_of_a_run_and_rounds_of_similar_runs(tmp_path):
     write(tmp_path / "a.json", summary())
     write(tmp_path / "b.json", summary(settings_hash="b" * 16, rounds=50))
     write(tmp_path / "c.json", summary(settings_hash="c" * 16, method="hassle", rounds=7))

@@ -1,4 +1,4 @@
-"""The report in a real browser: it renders, nothing overflows, nothing is asked for, and it can be read."""
+"""The report in a real browser: it renders, nothing overflows, nothing is loaded, and it is legible."""
 
 import ledgers
 import pytest

@@ -1,4 +1,4 @@
-"""The report as a page: what it shows is what the ledger has, and what it lacks is said to be lacking."""
+"""The report as a page: it shows what the ledger has, and marks what is missing."""
 
 import math
 import re
@@ -112,7 +112,7 @@ class Cells(HTMLParser):
 
 
 def row(text, section, *labels):
-    """The cells of a row, by what stands first in it."""
+    """The cells of a row, by its first labels."""
     rows = [[" ".join(cell.split()) for cell in row] for row in Cells(text).rows[section]]
     (found,) = [row[len(labels) :] for row in rows if row[: len(labels)] == list(labels)][:1]
     return found
@@ -121,20 +121,20 @@ def row(text, section, *labels):
 CIFAR10 = 4  # the column of CIFAR-10 with 10 %
 
 
-def test_a_whole_cell_has_mean_and_std_beside_the_papers_figure(text):
+def test_a_complete_cell_has_mean_and_std_beside_the_papers_value(text):
     assert row(text, "table1", "FedAvg")[CIFAR10] == "62.00 ± 2.00 57.85 +4.15"
     assert row(text, "table1", "HASSLE EM")[CIFAR10] == "71.00 ± 1.00 67.79 +3.21"
     assert row(text, "table1", "HASSLE SM")[CIFAR10] == "70.00 ± 1.00 66.34 +3.66"
 
 
-def test_what_is_missing_is_marked_and_keeps_the_papers_figure(text):
+def test_a_missing_cell_is_marked_and_keeps_the_papers_value(text):
     assert row(text, "table1", "FedMatch")[CIFAR10] == "— 63.38"
     assert row(text, "table1", "RSCFed")[CIFAR10] == "— 63.76"  # the foreign run is not taken for it
     assert row(text, "table1", "FedAvg")[0] == "— 69.09"
     assert 'title="not run"' in text
 
 
-def test_what_is_partial_says_what_it_lacks(text):
+def test_a_partial_cell_names_its_number_of_seeds(text):
     assert row(text, "table1", "FedProx")[CIFAR10] == "58.34 ± 0.00 58.43 −0.09 2 of 3 seeds"
     assert row(text, "table1", "all labels in one place †")[CIFAR10] == "95.00 1 of 3 seeds"
 
@@ -158,7 +158,7 @@ def bold_of(text):
     return re.findall(r"<b>(.*?)</b>", table)
 
 
-def test_nothing_is_best_beside_what_ran_for_other_rounds(ledger):
+def test_nothing_is_best_beside_a_run_with_other_rounds(ledger):
     methods = ("fedavg", "hassle", "fixmatch")
     assert bold_of(page(made(ledger, "table1", methods=methods))) == []
 
@@ -183,7 +183,7 @@ def test_of_several_other_rounds_those_with_the_most_seeds_are_shown(tmp_path):
     assert section.results[0].rounds == 100
 
 
-def test_what_was_made_with_other_rounds_is_pale_in_a_figure(tmp_path):
+def test_runs_with_other_rounds_are_pale_in_a_chart(tmp_path):
     its = by_key("gamma")
     ledgers.put(tmp_path, ledgers.summary(its["0.1-0"], ledgers.hassle(0.5)))
     assert "faint" not in page(made(tmp_path, "gamma")).partition("</style>")[2]
@@ -206,7 +206,7 @@ def test_the_accuracy_and_bytes_by_kind_of_client(text):
     assert row(text, "communication", "HASSLE") == ["70.00 seed 0", *["1.000", "2.000", "3.000"] * 2]
 
 
-def test_what_was_skipped_is_named(text):
+def test_skipped_files_are_named(text):
     assert "broken.json" in text and "&lt;img src=x&gt;.json" in text
 
 
@@ -227,7 +227,7 @@ def test_the_page_is_well_formed_and_escapes_everything(text):
     assert heads and set(heads) <= {"row", "col", "colgroup"}
 
 
-def test_the_page_asks_for_nothing(text):
+def test_the_page_loads_nothing(text):
     assert not re.search(r"https?:|//|@import|url\(", text.replace("<!DOCTYPE html>", ""))
 
 
@@ -292,7 +292,7 @@ def test_every_experiment_has_a_page_with_and_without_results(name, tmp_path):
     assert sizes[0][1] > 0 and sizes[2][1] == 0  # nothing is missing in the end
 
 
-def test_accuracies_that_are_no_numbers_are_no_error(tmp_path):
+def test_nan_accuracies_are_not_an_error(tmp_path):
     """Of one seed of two, and of the only one."""
     table, gamma = by_key("table1"), next(iter(by_key("gamma").values()))
     for cell, score in (("fedavg-0", 0.6), ("fedavg-1", math.nan), ("hassle-0", math.nan)):
@@ -302,7 +302,7 @@ def test_accuracies_that_are_no_numbers_are_no_error(tmp_path):
     assert not re.search(r'\b(d|points|c?[xy][12]?|height)="[^"]*nan', text)
 
 
-def test_an_empty_ledger_is_no_error(tmp_path):
+def test_an_empty_ledger_is_not_an_error(tmp_path):
     report = made(tmp_path / "none")
     assert (report.done, report.runs) == (0, 576)
     assert {finding.verdict for finding in findings(report)} == {UNKNOWN}
@@ -313,7 +313,7 @@ def test_an_empty_ledger_is_no_error(tmp_path):
 
 
 def results_from_the_paper(folder, name):
-    """A ledger of the paper's own figures, each with three equal seeds."""
+    """A ledger of the paper's own values, each with three equal seeds."""
     (section,) = made(folder / "none", name).sections
     for cell in by_key(name).values():
         printed = section.paper.of(cell.name)
@@ -323,7 +323,7 @@ def results_from_the_paper(folder, name):
 
 
 @pytest.mark.parametrize("name", ["table1", "table-noniid", "ablation", "residual-structure"])
-def test_the_papers_own_figures_confirm_its_claims(name, tmp_path):
+def test_the_papers_own_values_confirm_its_claims(name, tmp_path):
     """But for one of its suspicious cells: FedAvg+MixMatch on CIFAR-100 with 10 %."""
     results_from_the_paper(tmp_path, name)
     for finding in findings(made(tmp_path, name)):
@@ -337,7 +337,7 @@ def test_the_papers_own_figures_confirm_its_claims(name, tmp_path):
             assert not broken and finding.verdict == CONFIRMED, finding.claim.says
 
 
-def test_a_claim_comes_to_all_its_comparisons(tmp_path):
+def test_a_claim_has_all_its_comparisons(tmp_path):
     counts = {
         (one.section.experiment.name, one.claim.says): len(one.comparisons)
         for one in findings(made(tmp_path))
@@ -393,7 +393,7 @@ def test_noise_confirms_nothing(tmp_path):
     )
 
 
-def test_what_fails_does_not_read_like_support(tmp_path):
+def test_a_failed_claim_does_not_read_like_support(tmp_path):
     _, mpa, alone = ablation_of(
         tmp_path, (0.50, 0.51, 0.5), (0.55, 0.56, 0.549), no_gra_no_mpa=(0.35, 0.35, 0.349)
     )
@@ -406,7 +406,7 @@ def test_what_fails_does_not_read_like_support(tmp_path):
     )
 
 
-def test_gaps_for_a_claim_and_against_it_are_counted_apart(tmp_path):
+def test_gaps_for_and_against_a_claim_are_counted_separately(tmp_path):
     _, mpa, _ = ablation_of(tmp_path, (0.6, 0.61, 0.6), (0.5, 0.5, 0.5), no_gra_no_mpa=(0.4, 0.42, 0.4))
     assert mpa.verdict == IN_PART and mpa.numbers == (
         "holds in 1 of 2 comparisons, by 10.33 points; fails in 1, by 10.67 points; "
@@ -414,14 +414,14 @@ def test_gaps_for_a_claim_and_against_it_are_counted_apart(tmp_path):
     )
 
 
-def test_comparisons_on_one_seed_are_told_from_the_others(tmp_path):
+def test_comparisons_on_one_seed_are_counted_separately(tmp_path):
     _, mpa, _ = ablation_of(tmp_path, (0.6, 0.61, 0.6), (0.5,), no_gra_no_mpa=(0.2, 0.2, 0.2))
     assert mpa.numbers.endswith(
         "; the gap over several seeds exceeds its spread, for it; 1 more rests on one seed."
     )
 
 
-def test_runs_that_are_counted_again_are_said_to_be_the_same(ledger):
+def test_repeated_comparisons_of_the_same_runs_are_marked(ledger):
     numbers = {(one.section.experiment.source, one.claim.says): one.numbers for one in findings(made(ledger))}
     same = "Same runs as Table 1."
     best = "HASSLE is above every baseline of the paper"
@@ -451,7 +451,7 @@ def history(cell, losses, **changes):
         ((2.0, 1.0), (0.92, 1.2), [NOT, CONFIRMED, NOT]),
     ],
 )
-def test_losses_are_held_against_what_the_paper_says_of_them(begin, end, verdicts, tmp_path):
+def test_claims_about_losses_are_checked(begin, end, verdicts, tmp_path):
     """The first ten evaluations are the beginning, the last ten the end."""
     for cell in by_key("training-loss").values():
         ledgers.put(tmp_path, history(cell, [begin] * 10 + [(9.0, 9.0)] * 5 + [end] * 10))
@@ -463,7 +463,7 @@ def test_losses_are_held_against_what_the_paper_says_of_them(begin, end, verdict
     assert f"{end[0]:.3f} ± 0.000 beside the paper's 0.900 (near: within 10 %)" in found[1].numbers
 
 
-def test_how_far_two_predictions_lie_apart_is_compared(tmp_path):
+def test_the_distance_of_two_predictions_is_compared(tmp_path):
     for key, cell in by_key("mutual-learning").items():
         um = 0.69 if key.startswith("suma") else 0.72  # SM is at 0.7: either way they lie apart
         ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(0.72, um=um, sm=0.7)))
@@ -485,7 +485,7 @@ def test_bytes_are_compared_with_those_of_another_method(tmp_path):
     assert partial.verdict == NOT and "2.000 beside 1.500 MB (near: within 10 %)" in partial.numbers
 
 
-def test_where_no_client_of_a_kind_was_drawn_its_bytes_are_not_known(tmp_path):
+def test_bytes_of_a_kind_of_client_that_was_never_drawn_are_unknown(tmp_path):
     """And no accuracy stands in for them."""
     for cell in by_key("communication").values():
         summary = ledgers.summary(cell, {"model": 0.5})
@@ -500,7 +500,7 @@ def test_where_no_client_of_a_kind_was_drawn_its_bytes_are_not_known(tmp_path):
     ("at", "rest", "verdict", "gap"),
     [(0.5, 0.6, CONFIRMED, 10), (0.6, 0.5, NOT, -10), (0.5, 0.5, WITHIN, 0)],
 )
-def test_what_is_said_to_be_worst_is_to_be_below_the_others(at, rest, verdict, gap, tmp_path):
+def test_the_claimed_worst_must_be_below_the_others(at, rest, verdict, gap, tmp_path):
     """γ = 0.1 against each of the four other weights: the paper says that those are higher."""
     for key, cell in by_key("gamma").items():
         ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(at if key.startswith("0.1-") else rest)))
@@ -537,7 +537,7 @@ def test_a_part_confirms_nothing(selection, tmp_path):
     assert len(best.known) == len(best.comparisons) > 0 and best.verdict == SO_FAR
 
 
-def test_figures_are_compared_on_the_seeds_that_both_have(tmp_path):
+def test_values_are_compared_on_their_common_seeds(tmp_path):
     """HASSLE on a seed that suits all is not held against FedAvg on that one and on a harder one."""
     table = by_key("table1")
     scores = {
@@ -586,7 +586,7 @@ def test_the_best_is_the_best_on_the_common_seeds(tmp_path):
     assert best("fedavg", "fedprox", "fixmatch") == []  # no seed that all of them have
 
 
-def test_the_page_says_which_figure_is_the_papers_and_what_figures_are(text):
+def test_the_page_explains_its_numbers(text):
     shown = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
     assert "71.11below it the paper's" in shown and "accuracies in %" in shown
 
@@ -599,7 +599,7 @@ def test_single_seeds_confirm_nothing(tmp_path):
     assert all(pair.holds for pair in gra.comparisons) and gra.verdict == SO_FAR
 
 
-def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
+def test_an_experiment_without_runs_has_its_own_metrics(tmp_path):
     (bytes_sent,), (losses,) = (made(tmp_path, name).sections for name in ("communication", "training-loss"))
     assert {measurement.metric for one in bytes_sent.results for measurement in one.measurements} == {
         *bytes_sent.experiment.metrics
@@ -607,7 +607,7 @@ def test_what_has_not_run_is_named_by_what_it_will_show(tmp_path):
     assert [measurement.metric for measurement in losses.results[0].measurements] == ["loss.w_S", "loss.w_U"]
 
 
-def test_a_run_without_losses_is_no_error(tmp_path):
+def test_a_run_without_losses_is_not_an_error(tmp_path):
     first, second, _ = by_key("training-loss").values()
     bare = ledgers.summary(second, ledgers.hassle(0.7))
     for line in bare["history"]:
@@ -658,7 +658,7 @@ def looks(chart):
 
 
 @pytest.mark.parametrize("count", [2, 4, 9])
-def test_every_curve_has_a_look_of_its_own(count, tmp_path):
+def test_every_curve_has_its_own_look(count, tmp_path):
     known = ("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle", "sage", "local")
     found = looks(curves_of(tmp_path, known[:count]))
     assert list(found) == [*known[:count]] and len(set(found.values())) == count
@@ -694,7 +694,7 @@ def test_two_rows_of_the_same_predictions_share_their_colours(tmp_path):
         ("training-loss", (0, math.inf)),
     ],
 )
-def test_the_axis_of_a_figure_ends_where_its_values_do(name, limits, tmp_path):
+def test_the_axis_of_a_chart_has_the_limits_of_its_metric(name, limits, tmp_path):
     (section,) = made(tmp_path, name).sections
     chart = (
         by_round(section)
@@ -732,7 +732,7 @@ def test_references_come_last(ledger):
     assert [line.reference for line in result_table(section).rows] == [False] * 11 + [True] * 2
 
 
-def test_the_split_is_that_of_the_paper(tmp_path):
+def test_the_shared_split_is_the_papers(tmp_path):
     """1 full, 9 partial and 10 unlabelled clients of 2,500 images each; a tenth of all labelled."""
     (section,) = made(tmp_path, "ablation").sections
     described, caption = draw_holdings(shared_split([splits(section)]), "split")
@@ -769,12 +769,12 @@ def test_the_splits_of_the_chosen_experiments_are_drawn(tmp_path):
     assert [title.partition(":")[0] for _, title in alone] == ["PL", "LPL", "UPL", "LU", "ALL"]
 
 
-def test_what_has_too_many_classes_to_be_drawn_is_named(tmp_path):
+def test_splits_with_too_many_classes_to_draw_are_named(tmp_path):
     text = page(made(tmp_path, "table1"))
     assert len(pictures(text)) == 6 and "more than 20 classes: CIFAR-100, 5 %; CIFAR-100, 10 %; CIFAR" in text
 
 
-def test_a_page_of_ones_own_has_its_own_title_and_split(tmp_path):
+def test_the_page_of_a_users_experiment_has_its_title_and_split(tmp_path):
     curves_of(tmp_path, ("hassle", "fedavg"))
     for suffix in ("html", "md"):
         words = (tmp_path / "curves.toml", "--seeds", 1, "--results", tmp_path / "l")
@@ -797,7 +797,7 @@ def settings_over(*changes):
 @pytest.mark.parametrize(
     "changes", [(), ("data.holdout=0.13", "seed=2"), ("split.kind=dirichlet", "split.ratio=2.0")]
 )
-def test_who_holds_what_is_known_without_the_images(changes):
+def test_holdings_are_computed_without_the_images(changes):
     requested = settings_over("data=fmnist-mini", *changes)
     settings = resolve(requested)
     dataset = build_dataset(settings)
@@ -805,7 +805,7 @@ def test_who_holds_what_is_known_without_the_images(changes):
     assert list(holdings(requested).clients) == expected
 
 
-def test_a_split_that_cannot_be_known_is_left_out(tmp_path):
+def test_a_split_that_cannot_be_computed_is_omitted(tmp_path):
     saved = tmp_path / "split.npz"
     split.split(np.repeat(np.arange(10), 1200)).save(saved)
     assert (

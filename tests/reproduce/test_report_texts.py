@@ -1,4 +1,4 @@
-"""The report in Markdown, CSV and LaTeX, and the tables that the documents of this repository hold."""
+"""The report in Markdown, CSV and LaTeX, and the generated tables in the documents of this repository."""
 
 import csv
 import io
@@ -103,7 +103,7 @@ def test_every_format_says_what_bold_is_and_on_which_seeds(ledger):
     assert "Bold" not in markdown.block(alone) + latex.table(alone)
 
 
-def test_figures_of_a_single_seed_say_so(ledger):
+def test_results_of_a_single_seed_name_it(ledger):
     (section,) = made(ledger, "communication").sections
     assert "| HASSLE | 70.00 <sub>seed 0</sub> | 1.000 |" in markdown.block(section)
     assert "from seed 0." in latex.table(section)
@@ -111,7 +111,7 @@ def test_figures_of_a_single_seed_say_so(ledger):
     assert "from seed 0" not in latex.table(section)
 
 
-def test_what_a_gap_on_one_seed_is_worth_is_said_once_and_only_where_there_is_one(ledger, tmp_path):
+def test_the_warning_about_one_seed_occurs_once_and_only_if_needed(ledger, tmp_path):
     """GRA on seed 1 alone; then on the three seeds of both; bytes do not differ from run to run."""
     its = {cell.key: cell for cell in select([read_experiment("ablation")], Selection())["ablation"]}
     its |= {
@@ -145,7 +145,7 @@ def test_markdown_shows_any_text(nasty):
     assert "\n" not in text and not re.search(r"(?<!\\)(\\\\)*[|*_`<\[]", text)
 
 
-def test_only_blocks_of_a_text_of_ones_own_are_renewed(ledger, tmp_path):
+def test_only_the_marked_blocks_of_another_document_are_updated(ledger, tmp_path):
     mine = "# Mine\n\n<!-- ablation -->\nold\n<!-- /ablation -->\n\nmy <!-- table1 --> words\n"
     path = tmp_path / "mine.md"
     path.write_text(mine)
@@ -175,7 +175,7 @@ NARROWED = [
 
 
 @pytest.mark.parametrize("words", NARROWED, ids=lambda words: words[0])
-def test_a_part_or_other_settings_take_no_tables_place(words, ledger, tmp_path):
+def test_a_part_or_other_settings_never_replace_a_whole_table(words, ledger, tmp_path):
     """Neither alone, where nothing is written, nor beside a table that is whole."""
     mine = tmp_path / "mine.md"
     table = "<!-- ablation -->\nwhole\n<!-- /ablation -->\n"
@@ -185,7 +185,7 @@ def test_a_part_or_other_settings_take_no_tables_place(words, ledger, tmp_path):
     assert mine.read_text() == table
 
 
-def test_what_is_left_as_it_is_is_said(ledger, tmp_path):
+def test_blocks_that_are_not_updated_are_named(ledger, tmp_path):
     mine = tmp_path / "mine.md"
     blocks = [f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("ablation", "gamma", "findings")]
     mine.write_text("".join(blocks))
@@ -216,7 +216,7 @@ def test_a_text_keeps_its_line_ends(end, ledger, tmp_path):
     assert mine.read_bytes().decode() == text
 
 
-def test_a_text_without_a_place_for_it_is_left_alone(ledger, tmp_path):
+def test_a_document_without_marks_is_left_alone(ledger, tmp_path):
     path = tmp_path / "mine.md"
     path.write_text("# Mine\n")
     code, _, err = call("report", "ablation", "--results", ledger, "-o", path)
@@ -224,7 +224,7 @@ def test_a_text_without_a_place_for_it_is_left_alone(ledger, tmp_path):
     assert path.read_text() == "# Mine\n"
 
 
-def test_a_report_in_markdown_is_written_over(ledger, tmp_path):
+def test_a_report_in_markdown_is_overwritten(ledger, tmp_path):
     for names in (("ablation",), ("gamma",)):
         assert call("report", *names, "--results", ledger, "-o", tmp_path / "r.md")[0] == 0
     assert "γ" in (tmp_path / "r.md").read_text("utf-8") and "GRA" not in (tmp_path / "r.md").read_text(
@@ -235,7 +235,7 @@ def test_a_report_in_markdown_is_written_over(ledger, tmp_path):
 # CSV
 
 
-def test_csv_holds_every_figure_in_full(ledger):
+def test_csv_holds_every_value_in_full(ledger):
     report = made(ledger, "ablation")
     lines = list(csv.DictReader(io.StringIO(csv_text(report))))
     assert tuple(lines[0]) == COLUMNS and len(lines) == 12
@@ -377,13 +377,13 @@ def test_the_command_writes_what_the_suffix_says(ledger, tmp_path):
     assert starts[3].startswith("% Made by")
 
 
-def test_the_page_goes_to_report_html_unless_told_otherwise(ledger, tmp_path, monkeypatch):
+def test_the_default_output_is_report_html(ledger, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("report", "gamma", "--results", ledger)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_cells_are_chosen_as_they_are_made(ledger, tmp_path):
+def test_report_selects_cells_like_reproduce(ledger, tmp_path):
     words = ("--only", "gra-no-mpa", "--rounds", "7", "--seeds", "1", "-o", tmp_path / "r.csv")
     assert call("report", "ablation", "--results", ledger, *words)[0] == 0
     lines = list(csv.DictReader((tmp_path / "r.csv").open(encoding="utf-8")))
@@ -392,7 +392,7 @@ def test_cells_are_chosen_as_they_are_made(ledger, tmp_path):
     assert lines[0]["command"] == "fedhassle reproduce ablation --only gra-no-mpa --seeds 1 rounds=7"
 
 
-def test_a_ledger_that_is_not_there_is_refused(tmp_path, monkeypatch):
+def test_a_missing_ledger_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = "<!-- ablation -->\nkept\n<!-- /ablation -->\n"
     (tmp_path / "mine.md").write_text(mine)
@@ -428,7 +428,7 @@ def made_by(line):
         (["communication"], {"seeds": 1}),
     ],
 )
-def test_the_command_beside_a_figure_makes_it_and_nothing_else(names, selection, tmp_path):
+def test_the_command_of_a_result_makes_exactly_its_cells(names, selection, tmp_path):
     chosen = {name: read_experiment(name) for name in names}
     wanted = select(list(chosen.values()), Selection(**selection))
     report = content.report(chosen, wanted, Ledger(tmp_path), Selection(**selection))
@@ -461,7 +461,7 @@ def changed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("suffix", ["html", "md", "tex"])
-def test_runs_with_other_settings_are_named_as_such_and_compared_with_nothing(suffix, changed):
+def test_runs_with_changed_settings_are_not_compared_with_the_paper(suffix, changed):
     text = changed[1][suffix].replace(r"\_", "_")
     assert "Changed settings: method.epochs=1." in text
     assert "70.00" in text and "67.79" not in text  # EM of ours and of the paper
@@ -488,7 +488,7 @@ def test_settings_that_make_the_same_runs_change_nothing(words, ledger, tmp_path
     assert "Changed" not in text and "(67.79)" in text and "so far" in text
 
 
-def test_a_file_of_ones_own_is_not_taken_for_the_papers_by_its_name(ledger, tmp_path):
+def test_a_file_with_the_name_of_a_shipped_experiment_is_not_taken_for_it(ledger, tmp_path):
     shipped = ROOT / "fedhassle/reproduce/experiments/ablation.toml"
     (tmp_path / "ablation.toml").write_text(shipped.read_text("utf-8") + "\n", "utf-8")
     same = made(ledger, str(tmp_path / "ablation.toml")).sections[0]
@@ -508,7 +508,7 @@ def test_a_file_of_ones_own_is_not_taken_for_the_papers_by_its_name(ledger, tmp_
         (["ablation", "-o", "missing.html/r.csv"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(words, message, ledger, tmp_path, monkeypatch):
+def test_mistakes_are_one_line_errors(words, message, ledger, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "missing.html").write_text("a file, no folder")
     code, _, err = call("report", *words, "--results", ledger)

@@ -1,4 +1,4 @@
-"""`fedhassle reproduce`: cells are made once, whoever makes them and however often that is cut."""
+"""`fedhassle reproduce`: every cell is trained once, by any process and after any interruption."""
 
 import itertools
 import json
@@ -73,15 +73,15 @@ def make(tiny, folder, *words):
 
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
-    """A folder in which all of it was made at once, and what was printed."""
+    """A folder in which all cells were trained by one command, and its output."""
     folder = tmp_path_factory.mktemp("made")
     code, out = make(tiny, folder)
     assert code == 0
     return folder, out
 
 
-def test_a_cell_of_other_own_code_is_not_done(images, module, tmp_path):
-    """The figures of a method as it was are not shown as those of the method as it is."""
+def test_a_change_in_a_users_method_makes_a_new_cell(images, module, tmp_path):
+    """The results of a method before the change are not shown as those of the changed method."""
     source = "from fedhassle.methods.fedavg import FedAvg as Mine"
     name = module("own_cell", source)
     axis = f'[[axis]]\nname = "m"\nchoices = [{{ id = "mine", set = {{ method = "{name}:Mine" }} }}]\n'
@@ -133,7 +133,7 @@ def idle(monkeypatch):
 # Whole
 
 
-def test_every_cell_is_made_and_told_of_with_its_result(made):
+def test_every_cell_is_trained_and_reported_with_its_result(made):
     folder, out = made
     assert out.splitlines()[0] == "8 runs to make on cpu, 1 at once; time left: unknown"
     assert told(out) == KEYS
@@ -171,7 +171,7 @@ def test_the_table_has_the_means_over_seeds(made, tiny):
 MODEL = {"model.safetensors", "model.md", "curves.png"}
 
 
-def test_a_finished_run_keeps_what_is_worth_keeping(made):
+def test_a_finished_run_keeps_its_model_and_records(made):
     folder, _ = made
     kept = {"config.toml", "split.npz", "metrics.jsonl", "summary.json", "log.txt"}
     homes = list((folder / "runs").iterdir())
@@ -202,7 +202,7 @@ def test_a_cell_of_two_experiments_is_made_once(tiny, tmp_path):
     assert len(results(tmp_path)) == 3 and out.count("1 of 1") == 5  # rows of two tables
 
 
-def test_a_part_is_made_and_then_the_rest(made, tiny, tmp_path):
+def test_a_part_is_trained_and_then_the_rest(made, tiny, tmp_path):
     _, out = make(tiny, tmp_path, "--only", "5-hassle", "--seeds", "1")
     assert told(out) == ["5-hassle-0"]
     _, out = make(tiny, tmp_path)
@@ -223,7 +223,7 @@ def test_other_rounds_are_other_cells(made, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("budget", ["8s", "34s"])
-def test_a_budget_ends_the_work_and_the_same_command_goes_on(budget, made, tiny, tmp_path, monkeypatch):
+def test_a_budget_ends_the_sweep_and_the_same_command_resumes(budget, made, tiny, tmp_path, monkeypatch):
     """A clock that moves on by a second whenever somebody looks at it."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
@@ -240,7 +240,7 @@ def test_a_budget_ends_the_work_and_the_same_command_goes_on(budget, made, tiny,
     assert not list((tmp_path / "runs").glob("*.lock"))
 
 
-def test_a_cut_run_goes_on_from_its_checkpoint(made, tiny, tmp_path):
+def test_an_interrupted_run_resumes_from_its_checkpoint(made, tiny, tmp_path):
     work = work_on(tiny, tmp_path)
     steps = work.carry_out()
     for event in steps:
@@ -267,7 +267,7 @@ def test_a_killed_process_loses_nothing(made, tiny, tmp_path, forked):
     assert results(tmp_path) == results(made[0])
 
 
-def test_a_result_that_the_ledger_was_not_told_of_is_not_made_again(made, tiny, tmp_path, idle):
+def test_a_finished_run_that_the_ledger_lacks_is_not_trained_again(made, tiny, tmp_path, idle):
     """Killed between the summary and the ledger, or the ledger was lost."""
     shutil.copytree(made[0] / "runs", tmp_path / "runs")
     code, _ = make(tiny, tmp_path)
@@ -288,7 +288,7 @@ def test_two_processes_share_the_cells_of_a_ledger(made, tiny, tmp_path, forked)
     assert results(tmp_path) == results(made[0])
 
 
-def test_a_cell_in_another_process_is_left_to_it_and_looked_at_again(made, tiny, tmp_path):
+def test_a_cell_locked_by_another_process_is_skipped_and_retried(made, tiny, tmp_path):
     work = work_on(tiny, tmp_path)
     busy = work.cells[1]
     lock = tmp_path / "runs" / f"{busy.identity.settings_hash[:8]}-{busy.seed}.lock"
@@ -304,7 +304,7 @@ def test_a_cell_in_another_process_is_left_to_it_and_looked_at_again(made, tiny,
     assert not list(remaining_work(again)) and not list(remaining_work(work))
 
 
-def test_what_another_process_cannot_make_is_left_to_the_same_command(tiny, tmp_path):
+def test_cells_that_were_not_started_are_left_to_the_same_command(tiny, tmp_path):
     """One cell is in work elsewhere; the others were not begun."""
     work = work_on(tiny, tmp_path)
     lock = tmp_path / "runs" / f"{work.cells[0].identity.settings_hash[:8]}-{work.cells[0].seed}.lock"
@@ -318,7 +318,7 @@ def test_what_another_process_cannot_make_is_left_to_the_same_command(tiny, tmp_
     )
 
 
-def test_a_cell_that_becomes_free_meanwhile_is_made_at_the_end(tiny, tmp_path):
+def test_a_cell_that_is_unlocked_meanwhile_is_trained_at_the_end(tiny, tmp_path):
     work = work_on(tiny, tmp_path)
     busy = work.cells[0]
     lock = tmp_path / "runs" / f"{busy.identity.settings_hash[:8]}-{busy.seed}.lock"
@@ -335,7 +335,7 @@ def test_a_cell_that_becomes_free_meanwhile_is_made_at_the_end(tiny, tmp_path):
 
 
 @UNIX
-def test_a_cell_that_could_not_begin_elsewhere_is_made_by_one_process_alone(tiny, tmp_path, monkeypatch):
+def test_a_cell_that_failed_elsewhere_is_trained_by_one_process_alone(tiny, tmp_path, monkeypatch):
     """One gives up and removes its lock, a second had opened that just before, a third makes a new one."""
     first, second, third = (work_on(tiny, tmp_path) for _ in range(3))
     cell, honest, made = first.cells[0], fcntl.flock, []
@@ -354,7 +354,7 @@ def test_a_cell_that_could_not_begin_elsewhere_is_made_by_one_process_alone(tiny
     assert made == [third] and second._elsewhere == [cell]
 
 
-def test_a_cell_that_another_process_finished_meanwhile_is_not_made(made, tiny, tmp_path):
+def test_a_cell_that_another_process_finished_meanwhile_is_not_trained(made, tiny, tmp_path):
     work = work_on(tiny, tmp_path)
     begun = []
     for event in work.carry_out():
@@ -395,7 +395,7 @@ def test_a_failure_does_not_stop_the_others(tiny, tmp_path):
     assert len(list((tmp_path / "runs").glob("*.lock"))) == 1  # of the one that had begun
 
 
-def test_images_that_cannot_be_had_are_asked_for_once(tiny, tmp_path, monkeypatch):
+def test_a_failed_download_is_tried_once(tiny, tmp_path, monkeypatch):
     """Without a network, eight cells on images to be downloaded beside four on others."""
     asked = []
 
@@ -451,7 +451,7 @@ def test_a_ledger_that_cannot_be_written_is_noticed_before_any_training(place, t
     )
 
 
-def test_a_result_that_cannot_be_kept_is_told_of_with_the_cause(made, tiny, tmp_path):
+def test_a_result_that_cannot_be_written_is_reported_with_the_cause(made, tiny, tmp_path):
     """A file has the place of the folder for these images."""
     (source,) = (made[0] / "results").iterdir()
     (tmp_path / "results").mkdir()
@@ -499,7 +499,7 @@ def test_foreign_files_are_named_and_skipped(made, tiny, tmp_path, idle):
         (("table1", "--together", "0"), "together"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_made(words, message, tmp_path, monkeypatch):
+def test_mistakes_are_errors_before_anything_trains(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = call("reproduce", *words)
     assert code == 2 and message in err and not list(tmp_path.iterdir())
@@ -514,7 +514,7 @@ def in_table1(*keys):
     return [its[key] for key in keys]
 
 
-def test_the_list_has_every_experiment_with_its_size_and_what_is_done(tmp_path):
+def test_the_list_has_every_experiment_with_its_size_and_progress(tmp_path):
     """Two runs of Table 1; HASSLE's is in the ablation too. And a ledger without any."""
     for cell in in_table1("cifar10-10%-hassle-0", "fmnist-5%-fedavg-2"):
         ledgers.put(tmp_path / "some", ledgers.summary(cell, {"EM": 0.5}))
@@ -529,7 +529,7 @@ def test_the_list_has_every_experiment_with_its_size_and_what_is_done(tmp_path):
             assert [int(number) for number in found.groups()] == [size, done[name]]
 
 
-def test_the_time_left_is_told_at_the_speed_measured_here(made, tiny, tmp_path):
+def test_the_time_left_is_estimated_from_earlier_runs(made, tiny, tmp_path):
     """A third seed of a cell of which two are there."""
     shutil.copytree(made[0] / "results", tmp_path / "results")
     _, out = make(tiny, tmp_path, "--seeds", "3", "--only", "5-fedavg-2")
@@ -537,11 +537,11 @@ def test_the_time_left_is_told_at_the_speed_measured_here(made, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("threads", "text"), [(1, "a, 1 thread"), (2, "a, 2 threads")])
-def test_a_machine_without_a_gpu_is_its_processor_and_threads(threads, text):
+def test_a_machine_without_a_gpu_is_described_by_cpu_and_threads(threads, text):
     assert provenance.machine({"gpu": None, "cpu": "a", "threads": threads}) == text
 
 
-def test_the_time_left_says_of_how_many_it_is_known(tiny):
+def test_the_time_left_says_how_many_cells_it_covers(tiny):
     """Of two of four cells; of none; of all."""
     chosen = cells(read_experiment(str(tiny)), Selection(methods=("fedavg",)))
     known = {cell.identity.key: 3600.0 for cell in chosen[:2]}
@@ -550,7 +550,7 @@ def test_the_time_left_says_of_how_many_it_is_known(tiny):
     assert time_left(chosen, lambda run: None) == "unknown"
 
 
-def test_our_figures_stand_beside_the_papers(tmp_path, monkeypatch, idle):
+def test_our_results_are_beside_the_papers(tmp_path, monkeypatch, idle):
     """A run that is in the ledger: nothing is left to make."""
     monkeypatch.chdir(tmp_path)
     (cell,) = in_table1("cifar10-10%-fedavg-0")
@@ -592,7 +592,7 @@ def test_a_budget_is_a_time(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "20", "m", "20 m", "0s", "-1h", "20mm", "1d"])
-def test_what_is_no_time_is_refused(text):
+def test_an_invalid_budget_is_refused(text):
     with pytest.raises(UserError, match="20m or 1h30m"):
         seconds_of(text)
 
@@ -601,7 +601,7 @@ def test_what_is_no_time_is_refused(text):
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3600, "1 h 0 min"), (8000, "2 h 13 min"), (200000, "2 d 7 h")],
 )
-def test_a_duration_in_words(seconds, text):
+def test_durations_have_two_units(seconds, text):
     assert duration(seconds) == text
 
 
