@@ -44,9 +44,9 @@ def check(
     blank label meaning none; or a folder for each class and one called unlabelled. It may also be an .npz
     with x and y, -1 meaning unlabelled. Nothing leaves this machine.
     """
-    from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.contact_sheet import FORMATS, draw_examples
     from fedhassle.data.site.survey import survey
+    from fedhassle.files import check_picture
 
     check_picture(picture, FORMATS)
     form = None

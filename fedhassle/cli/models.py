@@ -105,10 +105,10 @@ def evaluate(
     Images without a label are left out; what is wrong with which file goes to the standard error.
     """
     from fedhassle.cli.predictions import collected
-    from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.folder import ImageForm
     from fedhassle.data.site.pictures import TO_FIT
     from fedhassle.data.site.survey import conversions, skipped
+    from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
     from fedhassle.predict.images import AT_ONCE, labelled_images
     from fedhassle.predict.model import chosen, load

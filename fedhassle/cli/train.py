@@ -176,7 +176,7 @@ def compare(
     Runs that differ in their seed alone are taken together as mean ± std. Beneath are the differences to the
     first, seed by seed. Runs without a summary.json, which are not finished, are named and left out.
     """
-    from fedhassle.data.picture_files import check_picture
+    from fedhassle.files import check_picture
     from fedhassle.runs.curves import FORMATS
     from fedhassle.runs.record import spread_out, to_be_read
 

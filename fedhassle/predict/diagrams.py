@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedhassle.data.picture_files import check_picture
 from fedhassle.data.split.dots import shortened
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 from fedhassle.predict.scores import Scores
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5F5F5F"  # colour-blind safe (Okabe and Ito)

@@ -176,14 +176,12 @@ class Work:
             try:
                 lock = self._home(cell).with_suffix(".lock")
                 lock.parent.mkdir(parents=True, exist_ok=True)
-                lock.touch()
                 stack.enter_context(locked(lock))
-            except (BusyError, FileNotFoundError):  # in work, or just finished, elsewhere
+            except BusyError:  # in work, or just finished, elsewhere
                 self._elsewhere.append(cell)
                 return None
             self.ledger.refresh()
             if cell.identity in self.ledger:
-                lock.unlink(missing_ok=True)
                 return None
             try:
                 summary = self._result(cell)
@@ -192,7 +190,6 @@ class Work:
                     return None
                 job = make(cell, Folder(self._home(cell)))
             except Exception as error:
-                lock.unlink(missing_ok=True)
                 self._give_up(cell, error)
                 return None
             self._going.add(len(self._taken))
@@ -235,9 +232,7 @@ class Work:
         """Tells the ledger of a finished run, then removes what only an unfinished one needs."""
         self.ledger.add(summary, min(self.width, len(self.cells)))
         self.done.append(cell)
-        home = self._home(cell)
-        clear(Folder(home))
-        home.with_suffix(".lock").unlink(missing_ok=True)  # whoever waits for it finds the cell in the ledger
+        clear(Folder(self._home(cell)))
 
     def _home(self, cell: Cell) -> Path:
         """The run folder of a cell, the same from whichever experiment it comes."""

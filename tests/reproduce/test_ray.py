@@ -333,7 +333,7 @@ def test_tasks_fill_the_ledger_with_the_same_figures_and_a_failure_stops_no_othe
     for seed in (0, 1):
         (line,) = {line for line in lines if line.startswith(f"tiny wild-{seed} failed: round ")}
         assert line.endswith(", 127.0.0.1)")  # the machine, which listens to itself alone
-    assert "left: 2 of 4 runs" in out and len(list((tmp_path / "runs").glob("*.lock"))) == 2
+    assert "left: 2 of 4 runs" in out and not list((tmp_path / "runs").glob("*.lock"))
 
 
 @linux

@@ -9,10 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedhassle.data.npz import Images, Labels
-from fedhassle.data.picture_files import check_picture
 from fedhassle.data.site.folder import SiteData
 from fedhassle.data.split.dots import shortened
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 
 EXAMPLES = 10  # of a class
 CELL = 0.6  # inches, the longer side of an image

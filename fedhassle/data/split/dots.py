@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from fedhassle.data.picture_files import check_picture
 from fedhassle.data.split.split import ClientRow
 from fedhassle.errors import UserError
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}
