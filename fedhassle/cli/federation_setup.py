@@ -133,10 +133,10 @@ def parsed_size(size: str) -> tuple[int, int]:
 
 def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
     """[run]: what is given, over a network that suits the images."""
-    from fedhassle.data.catalogue import like
+    from fedhassle.data.catalogue import default_entry
     from fedhassle.settings.request import layer, overlaid
 
-    return overlaid({"net": like(terms.channels).net}, layer(words))
+    return overlaid({"net": default_entry(terms.channels).net}, layer(words))
 
 
 def checked_run(agreement: Agreement) -> Agreement:
