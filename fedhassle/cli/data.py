@@ -17,7 +17,7 @@ from fedhassle.names import counted
 from fedhassle.terminal import say, shown_progress
 
 if TYPE_CHECKING:
-    from fedhassle.data.site.folder import Problem
+    from fedhassle.data.site.listing import Problem
     from fedhassle.data.site.survey import Survey
 
 FEW = 10  # problems and sizes that are shown unless all are wanted

@@ -72,7 +72,7 @@ def init(
     federation.toml and ca.crt, and nothing else.
     """
     require_flower()
-    from fedhassle.data.site.labels import doubts
+    from fedhassle.data.site.labels import suspicious_names
     from fedhassle.federation.agreement import Agreement, agreement_hash
     from fedhassle.federation.setup.init import found_federation
     from fedhassle.federation.setup.keys import certificate_fingerprint
@@ -84,7 +84,7 @@ def init(
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
     made = found_federation(agreement, out, also or [])
     say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
-    for doubt in doubts(terms.class_names):
+    for doubt in suspicious_names(terms.class_names):
         say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
     say(f"for nobody else  {made.private}")

@@ -62,13 +62,13 @@ def predict(
     and whether they agree. An image that cannot be read has an empty class; the standard error says why.
     """
     from fedhassle.cli.predictions import rows
-    from fedhassle.predict.images import sources
-    from fedhassle.predict.model import chosen, load
+    from fedhassle.predict.images import image_sources
+    from fedhassle.predict.model import load, resolve_mode
 
     errors = Console(stderr=True)
     model = load(path, allow_import).on(device)
-    used = model.method.headline if mode is None else chosen(mode, model.modes)
-    found = sources(images, model.image_size)
+    used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
+    found = image_sources(images, model.image_size)
     show_problems(found.problems, (), FEW, errors)
     table = rows(model, used, found.images, probabilities, errors)
     if out is None:
@@ -110,17 +110,17 @@ def evaluate(
     from fedhassle.data.site.survey import conversions, skipped
     from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
-    from fedhassle.predict.images import AT_ONCE, labelled_images
-    from fedhassle.predict.model import chosen, load
+    from fedhassle.predict.images import BATCH_SIZE, labelled_images
+    from fedhassle.predict.model import load, resolve_mode
     from fedhassle.predict.scores import as_json as plain
     from fedhassle.predict.scores import score
 
     if picture is not None:
         check_picture(picture, FORMATS)
     model = load(path, allow_import).on(device)
-    used = [chosen(mode, model.modes)] if mode is not None else list(model.modes)
+    used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
-    with shown_progress(errors, more_than=AT_ONCE) as progress:
+    with shown_progress(errors, more_than=BATCH_SIZE) as progress:
         site = labelled_images(data, form, data_dir, progress)
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
     predictions, y = collected(model, site.x, errors), site.y
@@ -157,11 +157,11 @@ def export(
     require(onnx, f"say what to export to: fedhassle export {path} --onnx")
     named = out is None or out.suffix.lower() == ".onnx"
     require(named, f"{out} is no name of an ONNX file, and may be that of another: let it end in .onnx")
-    from fedhassle.predict.model import chosen, load, model_file
+    from fedhassle.predict.model import load, model_file, resolve_mode
     from fedhassle.predict.onnx import export_onnx
 
     model = load(path, allow_import)
-    used = model.method.headline if mode is None else chosen(mode, model.modes)
+    used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
     file = model_file(path).with_suffix(".onnx") if out is None else out
     gap = export_onnx(model, file, used)
     say(Console(), f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images")

@@ -9,28 +9,28 @@ from rich.console import Console
 
 from fedhassle.cli.data import FEW, show_problems
 from fedhassle.data.npz import Images
-from fedhassle.data.site.folder import Problem
+from fedhassle.data.site.listing import Problem
 from fedhassle.data.site.pictures import TO_FIT
 from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.errors import require
 from fedhassle.predict import images as inputs
-from fedhassle.predict.images import Source, read_each, stretches
+from fedhassle.predict.images import ImageSource, batches, read_batch
 from fedhassle.predict.model import Prediction, TrainedModel
 from fedhassle.terminal import say, shown_progress
 
 
 def rows(
-    model: TrainedModel, mode: str, found: Sequence[Source], probabilities: bool, errors: Console
+    model: TrainedModel, mode: str, found: Sequence[ImageSource], probabilities: bool, errors: Console
 ) -> Iterator[list[str]]:
     """The lines of the CSV, the one with the names of its columns first; `errors` hears of odd images."""
     several = [*model.modes, "agree"] if len(model.modes) > 1 else []
     classes = [f"p({name})" for name in model.class_names] if probabilities else []
     yield ["file", "class", "probability", *several, *classes]
     problems: list[Problem] = []
-    with shown_progress(errors, more_than=inputs.AT_ONCE) as progress:
-        for stretch in stretches(len(found)):
+    with shown_progress(errors, more_than=inputs.BATCH_SIZE) as progress:
+        for stretch in batches(len(found)):
             batch = found[stretch]
-            images, met = read_each(batch)
+            images, met = read_batch(batch)
             for problem in skipped(met):
                 say(errors, f"fedhassle: {problem.path}: {problem.what}")
             there = [image for image in images if image is not None]
@@ -64,8 +64,8 @@ def lines_of(model: TrainedModel, mode: str, images: Images, probabilities: bool
 def collected(model: TrainedModel, x: Images, errors: Console) -> dict[str, Prediction]:
     """What each mode says of all images."""
     parts = []
-    with shown_progress(errors, more_than=inputs.AT_ONCE) as progress:
-        for stretch in stretches(len(x)):
+    with shown_progress(errors, more_than=inputs.BATCH_SIZE) as progress:
+        for stretch in batches(len(x)):
             parts.append(model.predictions(x[stretch]))
             progress(stretch.start + len(x[stretch]), len(x))
     return {

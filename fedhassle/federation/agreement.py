@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import tomli_w
 
 from fedhassle.data.npz import CHANNELS
-from fedhassle.data.site.folder import UNLABELLED, ImageForm
-from fedhassle.data.site.labels import same_text
+from fedhassle.data.site.folder import ImageForm
+from fedhassle.data.site.labels import UNLABELLED, nfc
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import nearest
@@ -246,7 +246,7 @@ def _check_classes(class_names: tuple[str, ...]) -> None:
         sound = bool(name) and name == name.strip() and name.isprintable()
         require(sound, f"data.class_names: {name!r} is no name")
         require(name.lower() not in UNLABELLED, f"data.class_names: {name!r} means an image without a label")
-    names = [same_text(name) for name in class_names]
+    names = [nfc(name) for name in class_names]
     twice = [name for name in names if names.count(name) > 1]
     require(not twice, f"data.class_names has {twice[0]!r} twice" if twice else "")
 

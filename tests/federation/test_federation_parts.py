@@ -512,7 +512,7 @@ def test_a_node_reads_a_folder_once_and_names_what_is_wrong_with_it(tmp_path, ca
     with pytest.raises(UserError, match="lacks data, memory"):
         site_node({"site": "north", "file": "x"})
     (folder / "a").rename(folder / "cow")
-    with pytest.raises(UserError, match="'cow' is none of the classes"):
+    with pytest.raises(UserError, match="'cow' is not one of the classes"):
         site_node({**config, "memory": str(tmp_path / "memory")})
 
 
