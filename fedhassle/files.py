@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, whatever happens; and reading those that grow."""
+"""Atomic writes, locks, and reading files that are still growing."""
 
 from __future__ import annotations
 
@@ -6,50 +6,54 @@ import json
 import os
 import re
 import secrets
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from fedhassle.errors import BusyError, UserError, require
 
-if sys.platform != "win32":
-    import fcntl
-
-UNFINISHED = ".writing-"
+UNFINISHED = ".writing-"  # prefix of temporary files
+LOCK = ".lock"  # in a locked folder, or the suffix of a lock file
 
 Stamp = tuple[int, int]
-"""The size of a file, and when it was last written."""
+"""Size and modification time of a file."""
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that takes the place of `path` when the block ends well.
+    """Yields a temporary path in the same folder, which replaces `path` when the block ends without an error.
 
-    Where that is a link, it stays, and what it leads to is replaced. An error that names another file, such
-    as one that is read in the block, is none of writing, and stays what it is.
+    If `path` is a link, the link stays and its target is replaced. An error that names another file, such as
+    one that is read in the block, is not a write error and is passed on unchanged.
     """
-    with writing(path):
-        place = replaceable(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
+    with write_errors(path):
+        target = resolved_target(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         # The suffix stays: some writers choose the format by it.
-        temporary = place.parent / f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}"
+        temporary = target.parent / f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}"
         temporary.touch(exist_ok=False)  # with the permissions of any new file
     try:
-        with writing(path, temporary):
+        with write_errors(path, temporary):
             yield temporary
-        with writing(path):
-            settle(temporary, place)
+        with write_errors(path):
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Errors are those of writing `path`; with a temporary file, if they name that or none."""
+def write_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Turns OS errors into a `UserError` about writing `path`.
+
+    With a temporary file, errors that name any other file are passed on unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -58,70 +62,68 @@ def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def replaceable(path: Path) -> Path:
-    """The path without links; a device or a pipe, which a file must not take the place of, is an error."""
-    place = Path(os.path.realpath(path))  # that of a link in a circle is a link
-    sound = path.is_file() or path.is_dir() or not (path.exists() or place.is_symlink())  # a folder: below
-    require(sound, f"{path} cannot be written: it is no regular file; name a new file, or one to replace")
-    return place
+def resolved_target(path: Path) -> Path:
+    """Returns the path with links resolved; devices, pipes and circular links must not be replaced."""
+    target = Path(os.path.realpath(path))  # a circular link resolves to a link
+    # A folder passes: replacing it fails later with the system's own message.
+    allowed = path.is_file() or path.is_dir() or not (path.exists() or target.is_symlink())
+    require(allowed, f"{path} cannot be written: it is not a regular file; choose another path")
+    return target
 
 
-def settle(temporary: Path, path: Path) -> None:
-    """Puts a finished file in its place, once it is on the disk."""
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def try_out(folder: Path) -> None:
-    """Makes a folder, and a file in it that does not stay: permissions do not tell whether that works."""
-    if not folder.exists():  # of a file in its place the attempt below says more
+def check_writable(folder: Path) -> None:
+    """Creates the folder and a temporary file in it: permission bits alone do not tell whether that works."""
+    if not folder.exists():  # if it is a file, the attempt below gives the better message
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED) as file:
-        file.write(b"tried")
+        file.write(b"test")
         file.flush()
 
 
+def check_picture(path: Path, formats: Sequence[str]) -> None:
+    """Raises unless the path has the suffix of a supported picture format, in any capitals."""
+    known = " or ".join(filter(None, (", ".join(formats[:-1]), formats[-1])))
+    require(path.suffix.lower() in formats, f"the picture ends in {known}, got {path.name!r}")
+
+
 def stamp(path: Path) -> Stamp:
-    """Another one once a file has changed."""
+    """Returns size and modification time, or zeros if the file cannot be examined."""
     try:
         found = path.stat()
-    except (OSError, ValueError):  # of which reading tells
+    except (OSError, ValueError):  # reading the file will report it
         return 0, 0
     return found.st_size, found.st_mtime_ns
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what writers left that were killed half-way."""
+    """Removes the temporary files of writers that were killed."""
     for path in folder.glob(f"{UNFINISHED}*"):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of a folder or file; the lock ends with the process, however that ends.
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a folder, or a file that ends in .lock; raises `BusyError` if it is already held.
 
-    Whoever holds it may remove the file: one that was opened before is then no lock, since others find none.
+    The operating system frees the lock when the process ends, even by a kill. The holder removes the lock
+    file: a process that had opened it before does not get the lock.
     """
-    if sys.platform == "win32":  # no such locks there
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    file = path if path.suffix == LOCK else path / LOCK
+    lock = FileLock(file, timeout=0, thread_local=False)  # a generator may be closed by another thread
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.path.samestat(os.fstat(descriptor), folder.stat())
-        except BlockingIOError:
-            free = False
-        if not free:
-            raise BusyError(f"another process is at work in {folder}: wait for it, or end it")
+        lock.acquire()
+    except Timeout as error:
+        raise BusyError(f"another process is at work in {path}: wait for it, or end it") from error
+    try:
         yield
     finally:
-        os.close(descriptor)
+        with suppress(PermissionError):  # Windows, where releasing the lock removes its file
+            file.unlink(missing_ok=True)
+        lock.release()
 
 
 def wait_until_free(folder: Path, seconds: float = 30.0) -> None:
-    """Waits until no process is at work in a folder; not for ever."""
+    """Waits until no process holds the lock of a folder, or the time is up."""
     deadline = time.monotonic() + seconds
     while folder.exists() and time.monotonic() < deadline:
         try:
@@ -132,25 +134,25 @@ def wait_until_free(folder: Path, seconds: float = 30.0) -> None:
 
 
 def file_name(text: str) -> str:
-    """A short text as a name that every file system takes."""
+    """Returns a short text as a name that every file system accepts."""
     return re.sub(r"[^\w.%-]+", ".", text)[:40].strip(".")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, its line ends as they are."""
+    """Writes a text file atomically and keeps its line ends."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON atomically; NaN is an error, since no reader but Python's takes it."""
+    """Writes JSON atomically; NaN is an error, since only Python would read it."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file with one a line, which may be growing; lines that are cut off do not count.
+    """Returns the JSON objects of a file with one per line; it may be growing, and cut lines are skipped.
 
-    Only a line feed ends a line: JSON may hold other characters at which Python would break one.
+    Only a line feed ends a line: JSON may contain other characters that Python treats as line ends.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, files that grow, and folders that one process has to itself."""
+"""Atomic writes, locks, and files that are still growing."""
 
 import contextlib
 import inspect
@@ -9,17 +9,18 @@ import runpy
 import select
 import subprocess
 import sys
+import threading
 
 import pytest
 from small import LIMIT, call, checkpoints, cut, environment
 
-from fedhassle.errors import UserError
+from fedhassle.errors import BusyError, UserError
 from fedhassle.files import atomic, json_lines, locked, remove_unfinished, write_json, write_text
 
 if sys.platform != "win32":
     import fcntl
 
-UNIX = pytest.mark.skipif(sys.platform == "win32", reason="no such locks, links and pipes there")
+UNIX = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX links, pipes and signals")
 
 # Whole or not at all
 
@@ -124,7 +125,9 @@ def test_what_is_no_regular_file_is_never_replaced(kind, link, tmp_path):
         path, target = tmp_path / "link", path
         path.symlink_to(target)
     before = {file.name: file.lstat().st_ino for file in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=rf"^{re.escape(str(path))} cannot be written: it is no regular file"):
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(str(path))} cannot be written: it is not a regular file"
+    ):
         write_text(path, "words")
     assert {file.name: file.lstat().st_ino for file in tmp_path.iterdir()} == before
 
@@ -222,42 +225,57 @@ def test_a_second_process_is_kept_out_until_the_first_ends(end, tmp_path):
             other.stdin.close()
         assert other.wait(LIMIT) == (-9 if end == "SIGKILL" else 0)
         with locked(tmp_path):
-            pass
-    assert list(tmp_path.iterdir()) == []  # a lock is no file
+            assert other.poll() is not None
+    assert list(tmp_path.iterdir()) == []  # no lock file is left
 
 
-@UNIX
-def test_a_failure_ends_the_lock(tmp_path):
+def test_an_error_frees_the_lock(tmp_path):
     with pytest.raises(RuntimeError, match="half-way"), locked(tmp_path):
         raise RuntimeError("half-way")
+    assert not (tmp_path / ".lock").exists()
     with locked(tmp_path):
-        pass
+        assert (tmp_path / ".lock").exists()
 
 
 @UNIX
-@pytest.mark.parametrize(("made_anew", "error"), [(False, FileNotFoundError), (True, UserError)])
-def test_the_lock_of_a_file_that_is_gone_is_none(made_anew, error, tmp_path, monkeypatch):
-    """Its holder removed it and let go after it was opened: whoever comes next locks another of that name."""
-    path, honest = tmp_path / "lock", fcntl.flock
-    path.touch()
+@pytest.mark.parametrize("recreated", [False, True])
+def test_a_lock_file_that_its_holder_removed_locks_nobody_in(recreated, tmp_path, monkeypatch):
+    """It was removed and released just after this process opened it: the next one locks a new file."""
+    path, flock = tmp_path / "run.lock", fcntl.flock
 
     def too_late(descriptor, how):
-        path.rename(tmp_path / "gone")
-        if made_anew:
+        path.unlink()
+        if recreated:
             path.touch()
-        honest(descriptor, how)
+        flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", too_late)
-    with pytest.raises(error), locked(path):
-        pytest.fail("it is held, and nobody can know")
+    with pytest.raises(BusyError), locked(path):
+        pytest.fail("the lock is held, and no other process can know")
 
 
-@UNIX
-def test_locks_of_different_folders_do_not_meet(tmp_path):
+def test_a_lock_is_freed_by_whichever_thread_closes_it(tmp_path):
+    """Runs are generators, which another thread may close."""
+    lock = locked(tmp_path)
+    lock.__enter__()
+    thread = threading.Thread(target=lock.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_cannot_lock_a_folder_twice(tmp_path):
+    with locked(tmp_path), pytest.raises(BusyError), locked(tmp_path):
+        pytest.fail("the folder is locked twice")
+
+
+def test_locks_of_different_folders_are_independent(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     with locked(tmp_path / "one"), locked(tmp_path / "two"):
-        pass
+        assert {path.parent.name for path in tmp_path.glob("*/.lock")} == {"one", "two"}
 
 
 @UNIX

@@ -17,7 +17,7 @@ from fedhassle.names import counted
 from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
-    from fedhassle.data.site.folder import Problem
+    from fedhassle.data.site.listing import Problem
     from fedhassle.data.site.survey import Survey
 
 FEW = 10  # problems and sizes shown by default
@@ -46,9 +46,9 @@ def check(
     label means unlabelled; or a subfolder per class and one named unlabelled. It may also be an .npz file
     with x and y, where -1 means unlabelled. Nothing leaves this machine.
     """
-    from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.contact_sheet import FORMATS, draw_examples
     from fedhassle.data.site.survey import survey
+    from fedhassle.files import check_picture
 
     check_picture(picture, FORMATS)
     form = None

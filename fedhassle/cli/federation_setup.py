@@ -84,7 +84,7 @@ def init(
     the files federation.toml and ca.crt, and nothing else.
     """
     require_flower()
-    from fedhassle.data.site.labels import doubts
+    from fedhassle.data.site.labels import suspicious_names
     from fedhassle.federation.agreement import Agreement, agreement_hash
     from fedhassle.federation.setup.init import create_federation
     from fedhassle.federation.setup.keys import certificate_fingerprint
@@ -96,7 +96,7 @@ def init(
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
     made = create_federation(agreement, out, also or [])
     say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
-    for doubt in doubts(terms.class_names):
+    for doubt in suspicious_names(terms.class_names):
         say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
     say(f"for nobody else  {made.private}")
@@ -145,10 +145,10 @@ def parsed_size(size: str) -> tuple[int, int]:
 
 def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
     """Returns the table [run]: the given settings over a network that suits the images."""
-    from fedhassle.data.catalogue import like
+    from fedhassle.data.catalogue import default_entry
     from fedhassle.settings.request import layer, overlaid
 
-    return overlaid({"net": like(terms.channels).net}, layer(words))
+    return overlaid({"net": default_entry(terms.channels).net}, layer(words))
 
 
 def checked_run(agreement: Agreement) -> Agreement:

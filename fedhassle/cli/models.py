@@ -22,8 +22,8 @@ from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
     from fedhassle.data.npz import Images
-    from fedhassle.data.site.folder import Problem
-    from fedhassle.predict.images import Source
+    from fedhassle.data.site.listing import Problem
+    from fedhassle.predict.images import ImageSource
     from fedhassle.predict.model import Prediction, TrainedModel
     from fedhassle.predict.scores import Interval, Scores
 
@@ -61,13 +61,13 @@ def predict(
     them and whether they agree. An image that cannot be read has an empty class and a message on standard
     error.
     """
-    from fedhassle.predict.images import sources
-    from fedhassle.predict.model import chosen, load
+    from fedhassle.predict.images import image_sources
+    from fedhassle.predict.model import load, resolve_mode
 
     errors = Console(stderr=True)
     model = load(path, allow_import).on(device)
-    used = model.method.headline if mode is None else chosen(mode, model.modes)
-    found = sources(images, model.image_size)
+    used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
+    found = image_sources(images, model.image_size)
     show_problems(found.problems, (), FEW, errors)
     table = csv_rows(model, used, found.images, probabilities, errors)
     if out is None:
@@ -109,22 +109,22 @@ def evaluate(
     Prints accuracy and balanced accuracy with 95 % intervals, AUROC, calibration error, and recall and
     precision per class. Images without a label are ignored; problems with files go to standard error.
     """
-    from fedhassle.data.picture_files import check_picture
     from fedhassle.data.site.folder import ImageForm
     from fedhassle.data.site.pictures import TO_FIT
     from fedhassle.data.site.survey import conversions, skipped
+    from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
-    from fedhassle.predict.images import AT_ONCE, labelled_images
-    from fedhassle.predict.model import chosen, load
+    from fedhassle.predict.images import BATCH_SIZE, labelled_images
+    from fedhassle.predict.model import load, resolve_mode
     from fedhassle.predict.scores import as_json as plain
     from fedhassle.predict.scores import score
 
     if picture is not None:
         check_picture(picture, FORMATS)
     model = load(path, allow_import).on(device)
-    used = [chosen(mode, model.modes)] if mode is not None else list(model.modes)
+    used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
-    with progress_bar(errors, more_than=AT_ONCE) as progress:
+    with progress_bar(errors, more_than=BATCH_SIZE) as progress:
         site = labelled_images(data, form, data_dir, progress)
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
     predictions, y = predict_all(model, site.x, errors), site.y
@@ -164,35 +164,35 @@ def export(
     require(onnx, f"choose a format: fedhassle export {path} --onnx")
     named = out is None or out.suffix.lower() == ".onnx"
     require(named, f"{out} does not end in .onnx: give the name of an ONNX file")
-    from fedhassle.predict.model import chosen, load, model_file
+    from fedhassle.predict.model import load, model_file, resolve_mode
     from fedhassle.predict.onnx import export_onnx
 
     model = load(path, allow_import)
-    used = model.method.headline if mode is None else chosen(mode, model.modes)
+    used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
     file = model_file(path).with_suffix(".onnx") if out is None else out
     gap = export_onnx(model, file, used)
     say(Console(), f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images")
 
 
 def csv_rows(
-    model: TrainedModel, mode: str, found: Sequence[Source], probabilities: bool, errors: Console
+    model: TrainedModel, mode: str, found: Sequence[ImageSource], probabilities: bool, errors: Console
 ) -> Iterator[list[str]]:
     """Yields the rows of the CSV, header first; reports unreadable and converted images on `errors`."""
     import numpy as np
 
     from fedhassle.data.site.pictures import TO_FIT
     from fedhassle.data.site.survey import conversions, skipped
-    from fedhassle.predict.images import AT_ONCE, read_each, stretches
+    from fedhassle.predict.images import BATCH_SIZE, batches, read_batch
 
     several = [*model.modes, "agree"] if len(model.modes) > 1 else []
     classes = [f"p({name})" for name in model.class_names] if probabilities else []
     header = ["file", "class", "probability", *several, *classes]
     yield header
     problems: list[Problem] = []
-    with progress_bar(errors, more_than=AT_ONCE) as progress:
-        for stretch in stretches(len(found)):
+    with progress_bar(errors, more_than=BATCH_SIZE) as progress:
+        for stretch in batches(len(found)):
             batch = found[stretch]
-            images, met = read_each(batch)
+            images, met = read_batch(batch)
             for problem in skipped(met):
                 say(errors, f"fedhassle: {problem.path}: {problem.what}")
             there = [image for image in images if image is not None]
@@ -229,12 +229,12 @@ def predict_all(model: TrainedModel, x: Images, errors: Console) -> dict[str, Pr
     """Returns the predictions of each mode for all images."""
     import numpy as np
 
-    from fedhassle.predict.images import AT_ONCE, stretches
+    from fedhassle.predict.images import BATCH_SIZE, batches
     from fedhassle.predict.model import Prediction
 
     parts = []
-    with progress_bar(errors, more_than=AT_ONCE) as progress:
-        for stretch in stretches(len(x)):
+    with progress_bar(errors, more_than=BATCH_SIZE) as progress:
+        for stretch in batches(len(x)):
             parts.append(model.predictions(x[stretch]))
             progress(stretch.start + len(x[stretch]), len(x))
     return {

@@ -35,9 +35,9 @@ def split(
 
     Prints sample counts and the effective number of classes per client, and draws the paper's dot plot.
     """
-    from fedhassle.data.picture_files import check_picture
     from fedhassle.data.split.dots import FORMATS, draw_split
     from fedhassle.data.split.split import table
+    from fedhassle.files import check_picture
     from fedhassle.settings.build import build_dataset, build_split
     from fedhassle.settings.schema import resolve
 

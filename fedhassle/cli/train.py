@@ -184,7 +184,7 @@ def compare(
     Runs that differ only in their seed are averaged (mean ± std). Below the table are the differences to the
     first row, seed by seed. Unfinished runs, without a summary.json, are listed and left out.
     """
-    from fedhassle.data.picture_files import check_picture
+    from fedhassle.files import check_picture
     from fedhassle.runs.curves import FORMATS
     from fedhassle.runs.folder import is_result, result_folders
 

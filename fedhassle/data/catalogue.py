@@ -1,4 +1,4 @@
-"""The data sets by name, and a user's own images in an .npz."""
+"""Data sets: the catalogue of named ones, and a user's own .npz file."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from fedhassle.names import nearest
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Dataset:
-    """Images, their labels, and what training on them needs to know."""
+    """Images, their labels, and their defaults for training."""
 
     name: str
     x_train: Images  # (N, H, W, C)
@@ -26,12 +26,12 @@ class Dataset:
     x_test: Images
     y_test: Labels
     class_names: tuple[str, ...]
-    net: str  # the network that goes with it
+    net: str  # the default network
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]
     flip: bool  # weak augmentation: random horizontal flip
-    crop: int  # weak augmentation: random crop after reflect padding by so many pixels; 0 is none
-    content: str | None = None  # the hash of a user's own file, whatever was held out of it since
+    crop: int  # weak augmentation: random crop after reflect padding by this many pixels; 0 = none
+    content: str | None = None  # hash of a user's own file, before anything is held out
 
     @property
     def classes(self) -> int:
@@ -46,8 +46,8 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A named data set: what is known without its images, and where they come from."""
+class CatalogueEntry:
+    """A named data set without its images, and where to get them."""
 
     name: str
     description: str
@@ -59,13 +59,20 @@ class Entry:
     std: tuple[float, ...]
     flip: bool
     crop: int
-    sources: tuple[download.Source, ...]  # none: the images ship with the package
+    sources: tuple[download.Source, ...]  # empty: the images ship with the package
     read: download.Reader
 
     @property
     def classes(self) -> int:
         """The number of classes, M."""
         return len(self.class_names)
+
+    def with_images(self, x_train: Images, y_train: Labels, x_test: Images, y_test: Labels) -> Dataset:
+        """Returns the data set with these images."""
+        return Dataset(
+            *(self.name, x_train, y_train, x_test, y_test, self.class_names, self.net),
+            *(self.mean, self.std, self.flip, self.crop),
+        )
 
 
 _CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -79,7 +86,7 @@ skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table ta
 tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
 
-_FMNIST = Entry(
+_FMNIST = CatalogueEntry(
     name="fmnist",
     description="Fashion-MNIST: clothes in grey",
     images=(60_000, 10_000),
@@ -89,7 +96,7 @@ _FMNIST = Entry(
         *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     ),
     net="lenet",
-    mean=(0.0,),  # in [0, 1] as it is: standardised inputs diverge at a learning rate of 0.1
+    mean=(0.0,),  # not standardised: that diverges at a learning rate of 0.1
     std=(1.0,),
     flip=True,
     crop=0,
@@ -103,7 +110,7 @@ _FMNIST_MINI = replace(
     images=(12_000, 2_000),
     sources=(),
 )
-_CIFAR10 = Entry(
+_CIFAR10 = CatalogueEntry(
     name="cifar10",
     description="CIFAR-10: small colour photographs",
     images=(50_000, 10_000),
@@ -129,41 +136,38 @@ _CIFAR100 = replace(  # with CIFAR-10's mean and std
 CATALOGUE = {entry.name: entry for entry in (_FMNIST_MINI, _FMNIST, _CIFAR10, _CIFAR100)}
 
 
-def without_pixels(entry: Entry) -> Dataset:
-    """A named set that can be divided but not seen: its classes, of which each has as many images."""
+def without_pixels(entry: CatalogueEntry) -> Dataset:
+    """Returns a named set without pixels, for splitting alone: equally many labels of each class."""
     train, test = (np.repeat(np.arange(entry.classes), images // entry.classes) for images in entry.images)
     x_train, x_test = (np.empty((y.size, 0, 0, entry.shape[0]), np.uint8) for y in (train, test))
-    return Dataset(
-        *(entry.name, x_train, train, x_test, test, entry.class_names, entry.net),
-        *(entry.mean, entry.std, entry.flip, entry.crop),
-    )
+    return entry.with_images(x_train, train, x_test, test)
 
 
-def like(channels: int) -> Entry:
-    """The named set whose network and normalisation suit images of so many channels."""
+def default_entry(channels: int) -> CatalogueEntry:
+    """Returns the named set whose network and normalisation suit images with this many channels."""
     return _FMNIST if channels == 1 else _CIFAR10
 
 
-def usual_crop(height: int, width: int) -> int:
-    """The crop of images of any size: CIFAR's, 4 pixels of 32."""
+def default_crop(height: int, width: int) -> int:
+    """Returns the crop for images of any size, in CIFAR's proportion: 4 pixels of 32."""
     return min(height, width) // 8
 
 
 def load(name: str | Path, folder: Path | None = None, progress: bool = True) -> Dataset:
-    """Loads a set of the catalogue, downloaded into the folder the first time, or the .npz at a path."""
+    """Loads a set of the catalogue, which is downloaded on first use, or the .npz file at a path."""
     entry = CATALOGUE.get(str(name))
     if entry is not None:
-        return _named(entry, folder, progress)
+        return _load_entry(entry, folder, progress)
     if str(name).lower().endswith(".npz"):
-        return _own(Path(name))
+        return _load_file(Path(name))
     if os.path.isdir(name):  # noqa: PTH112 - any string goes
-        raise UserError(f"{str(name)!r} is a folder, and no data set; {npz.SIMULATED}")
+        raise UserError(f"{str(name)!r} is a folder, not a data set; {npz.SIMULATION_HINT}")
     options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file"
     raise UserError(f"unknown data set {str(name)!r}{nearest(str(name), CATALOGUE)} ({options})")
 
 
 def data_folder(folder: Path | None = None) -> Path:
-    """The folder of the downloaded sets: the argument, else $FEDHASSLE_DATA, else the user's cache."""
+    """Returns the folder for downloads: the argument, $FEDHASSLE_DATA or the user's cache, in this order."""
     chosen = folder or os.environ.get("FEDHASSLE_DATA")
     try:
         return Path(chosen).expanduser() if chosen else _cache() / "fedhassle"
@@ -172,7 +176,7 @@ def data_folder(folder: Path | None = None) -> Path:
 
 
 def _cache() -> Path:
-    """The folder that the platform keeps for a user's caches."""
+    """Returns the platform's folder for caches."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":
@@ -181,7 +185,7 @@ def _cache() -> Path:
 
 
 def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
-    """Puts a share of the training images of each class, at least one, in the place of the test set.
+    """Replaces the test set by a share of the training images of each class, at least one.
 
     Settings are chosen on these images, never on the test set.
     """
@@ -194,7 +198,7 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
         members = generator.permutation(np.flatnonzero(dataset.y_train == label))
         if len(members) < 2:
             raise UserError(
-                f"{dataset.name}: class {name!r} has {len(members)} image; 2 are needed to hold out"
+                f"{dataset.name}: class {name!r} has {len(members)} image; 2 are needed to hold one out"
             )
         count = min(max(1, round(share * len(members))), len(members) - 1)
         held[members[:count]] = True
@@ -202,14 +206,14 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[held], y_test=y[held])
 
 
-def _named(entry: Entry, folder: Path | None, progress: bool) -> Dataset:
-    """Loads a set of the catalogue and makes sure that it is the one of that name."""
+def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> Dataset:
+    """Loads a set of the catalogue and checks its sizes."""
     if entry.sources:
         path = download.fetch(entry.name, entry.sources, entry.read, data_folder(folder), progress)
         try:
             arrays = npz.read(path)
         except UserError as error:
-            raise UserError(f"{error}; remove the file to have it fetched again") from error
+            raise UserError(f"{error}; delete the file to download it again") from error
     else:
         with resources.as_file(resources.files("fedhassle.data") / f"{entry.name}.npz") as path:
             arrays = npz.read(path)
@@ -219,27 +223,24 @@ def _named(entry: Entry, folder: Path | None, progress: bool) -> Dataset:
     expected = (*entry.images, height, width, channels, entry.classes)
     if found != expected:
         raise UserError(
-            f"{path}: training images, test images, height, width, channels, classes are {found}, those of "
-            f"{entry.name} {expected}; remove the file, or load your own images by their path"
+            f"{path}: training images, test images, height, width, channels, classes are {found}; expected "
+            f"{expected} for {entry.name}; delete the file, or load your own images by their path"
         )
-    return Dataset(
-        *(entry.name, *arrays[:4], entry.class_names, entry.net),
-        *(entry.mean, entry.std, entry.flip, entry.crop),
-    )
+    return entry.with_images(*arrays[:4])
 
 
-def _own(path: Path) -> Dataset:
-    """Loads a user's file, with a network by its colours and pixel statistics of its training images."""
+def _load_file(path: Path) -> Dataset:
+    """Loads a user's file; its channels decide the network, its training images the pixel statistics."""
     arrays = npz.read(path)
     height, width, channels = arrays.x_train.shape[1:]
     mean, std = statistics(arrays.x_train)
-    net, crop = like(channels).net, usual_crop(height, width)
-    # With its suffix the name cannot pass for one of the catalogue.
-    return Dataset(path.name, *arrays, net, mean, std, True, crop, hashed(*arrays[:4]))
+    net, crop = default_entry(channels).net, default_crop(height, width)
+    # With its suffix the name differs from those of the catalogue.
+    return Dataset(path.name, *arrays, net, mean, std, True, crop, content_hash(*arrays[:4]))
 
 
-def hashed(*arrays: npt.NDArray[np.generic]) -> str:
-    """A short hash of what arrays hold."""
+def content_hash(*arrays: npt.NDArray[np.generic]) -> str:
+    """Returns a short hash of the arrays' bytes."""
     content = hashlib.sha256()
     for array in arrays:
         content.update(array.tobytes())
@@ -247,7 +248,7 @@ def hashed(*arrays: npt.NDArray[np.generic]) -> str:
 
 
 def statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1]; exact, from counts of the 256 values."""
+    """Returns mean and standard deviation of each channel in [0, 1], exact: from counts of the 256 values."""
     values, means, deviations = np.arange(256) / 255, [], []
     for channel in range(x.shape[3]):
         counts = np.zeros(256, np.int64)

@@ -1,4 +1,4 @@
-"""Fetches the canonical files of a data set and keeps their images as one .npz."""
+"""Downloads the published files of a data set and stores their images as one .npz file."""
 
 import gzip
 import hashlib
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
 
-ATTEMPTS = 3  # per address: a dropped connection is common, a server that is down stays down
+ATTEMPTS = 3  # per address: dropped connections are common
 PAUSE = 1.0  # seconds before the second attempt, twice as long before the third
 TIMEOUT = 30.0  # seconds without a single byte
 CHUNK = 1 << 18  # bytes
@@ -37,7 +37,7 @@ Bytes = NDArray[np.uint8]
 
 
 class RawData(NamedTuple):
-    """What an .npz holds, as read from canonical files."""
+    """Arrays of an .npz file, as read from the published files."""
 
     x_train: Bytes  # (N, H, W, C)
     y_train: Bytes  # (N,)
@@ -45,13 +45,13 @@ class RawData(NamedTuple):
     y_test: Bytes
 
 
-# Turns the canonical files, in the order of their sources, into arrays.
+# Reads the published files, in the order of their sources, into arrays.
 Reader = Callable[[Sequence[Path]], RawData]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One canonical file: where it lies and how to know it."""
+    """A published file: its addresses, checksum and length."""
 
     name: str
     urls: tuple[str, ...]  # tried in this order
@@ -60,7 +60,7 @@ class Source:
 
 
 def _source(folders: tuple[str, ...], name: str, md5: str, length: int) -> Source:
-    """A file that lies in several folders of the web."""
+    """Returns a file that several web folders offer."""
     return Source(name, tuple(folder + name for folder in folders), md5, length)
 
 
@@ -74,7 +74,7 @@ FMNIST_SOURCES = (
     _source(_FASHION, "t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
     _source(_FASHION, "t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
 )
-# The second is where the first redirects to at present.
+# The first redirects to the second at present.
 _TORONTO = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
 CIFAR10_SOURCES = (
     _source(_TORONTO, "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
@@ -85,7 +85,7 @@ CIFAR100_SOURCES = (
 
 
 class _FailedError(Exception):
-    """An address did not give the file; `again` says whether another attempt may help."""
+    """A failed download; `again` tells whether another attempt may help."""
 
     def __init__(self, reason: str, again: bool) -> None:
         super().__init__(reason)
@@ -93,10 +93,10 @@ class _FailedError(Exception):
 
 
 def fetch(name: str, sources: Sequence[Source], read: Reader, folder: Path, progress: bool = True) -> Path:
-    """Returns the folder's NAME.npz, made the first time from its canonical files, downloaded if need be.
+    """Returns the path of NAME.npz in the folder, which is built from the published files on first use.
 
-    Downloads stay in a temporary folder beside the result and vanish with success, failure and interruption
-    alike; the result is there whole or not at all.
+    Downloads go to a temporary folder, which is always removed, also after an interruption. The result is
+    written atomically.
     """
     target = folder / f"{name}.npz"
     try:
@@ -109,14 +109,14 @@ def fetch(name: str, sources: Sequence[Source], read: Reader, folder: Path, prog
             _save(target, read(paths))
     except OSError as error:
         raise UserError(
-            f"cannot make {target}: {error.strerror or error}; "
+            f"cannot create {target}: {error.strerror or error}; "
             "$FEDHASSLE_DATA or --data-dir chooses another folder"
         ) from error
     return target
 
 
 def _advice(name: str, sources: Sequence[Source], folder: Path) -> str:
-    """Says how to do without the download."""
+    """Returns a hint for machines without a network."""
     originals = ", ".join(source.name for source in sources)
     return (
         f"Without network, put {name}.npz (arrays {', '.join(RawData._fields)}) or the original {originals} "
@@ -125,13 +125,13 @@ def _advice(name: str, sources: Sequence[Source], folder: Path) -> str:
 
 
 def _save(path: Path, arrays: RawData) -> None:
-    """Writes an .npz; not compressed, since photographs hardly shrink and every run reads the file."""
+    """Writes an .npz without compression, since photographs hardly shrink and every run reads the file."""
     with atomic(path) as temporary:
         np.savez(temporary, **arrays._asdict())
 
 
 def _obtain(source: Source, folder: Path, temporary: Path, advice: str, progress: bool) -> Path:
-    """Returns the path of a verified canonical file: the user's own in the folder, or a fresh download."""
+    """Returns the path of a verified published file: the user's copy in the folder, or a new download."""
     own = folder / source.name
     if not own.is_file():
         return _download(source, temporary / source.name, advice, progress)
@@ -139,13 +139,13 @@ def _obtain(source: Source, folder: Path, temporary: Path, advice: str, progress
         found = hashlib.file_digest(file, _md5).hexdigest()
     if found != source.md5:
         raise UserError(
-            f"{own}: md5 is {found}, published is {source.md5}; remove the file to have it downloaded"
+            f"{own}: md5 is {found}, published is {source.md5}; delete the file to download it again"
         )
     return own
 
 
 def _download(source: Source, target: Path, advice: str, progress: bool) -> Path:
-    """Downloads a file from the first of its addresses that gives the published bytes."""
+    """Downloads a file from the first address that delivers the published bytes."""
     failures = []
     for url in source.urls:
         try:
@@ -158,7 +158,7 @@ def _download(source: Source, target: Path, advice: str, progress: bool) -> Path
 
 
 def _try_repeatedly(source: Source, url: str, target: Path, progress: bool) -> None:
-    """Downloads from one address, a few times if the connection fails."""
+    """Downloads from one address, with a few attempts."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _receive(source, url, target, progress)
@@ -171,15 +171,15 @@ def _try_repeatedly(source: Source, url: str, target: Path, progress: bool) -> N
 
 
 def _receive(source: Source, url: str, target: Path, progress: bool) -> None:
-    """Streams one address into a file and checks length and checksum on the way."""
+    """Downloads to a file and checks length and checksum."""
     digest, received = _md5(), 0
-    with target.open("wb") as file, _shown(source, url, progress) as advance:
+    with target.open("wb") as file, _progress_bar(source, url, progress) as advance:
         for chunk in _chunks(url):
             digest.update(chunk)
             file.write(chunk)
             advance(len(chunk))
             received += len(chunk)
-            if received > source.length:  # an endless answer must not fill the disk
+            if received > source.length:  # an endless response must not fill the disk
                 raise _FailedError(f"longer than the published {source.length} bytes", again=False)
     if received < source.length:
         raise _FailedError(f"ended after {received} of {source.length} bytes", again=True)
@@ -190,12 +190,12 @@ def _receive(source: Source, url: str, target: Path, progress: bool) -> None:
 
 
 def _md5() -> "hashlib._Hash":
-    """Starts an md5, the checksum that the authors publish; strict systems allow it only for such use."""
+    """Returns a new md5, the published checksum; FIPS systems allow it only with this flag."""
     return hashlib.md5(usedforsecurity=False)
 
 
 def _chunks(url: str) -> Iterator[bytes]:
-    """Yields the bytes of an address; a network error becomes a failure, unlike one of the disk."""
+    """Yields the bytes of an address; network errors become `_FailedError`, disk errors do not."""
     request = urllib.request.Request(url, headers={"User-Agent": "fedhassle"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
@@ -204,15 +204,15 @@ def _chunks(url: str) -> Iterator[bytes]:
     except urllib.error.HTTPError as error:
         error.close()
         busy = error.code in (408, 429) or error.code >= 500
-        raise _FailedError(f"the server answers {error.code} {error.reason}", again=busy) from error
+        raise _FailedError(f"the server answered {error.code} {error.reason}", again=busy) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise _FailedError(f"no connection ({reason})", again=True) from error
 
 
 @contextmanager
-def _shown(source: Source, url: str, progress: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a bar to a person at a terminal and one line to a log; yields what to call with each count."""
+def _progress_bar(source: Source, url: str, progress: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal, or logs one line; yields a function that takes the bytes of each chunk."""
     if not (progress and sys.stderr.isatty()):
         LOGGER.info("downloading %s (%.1f MB) from %s", source.name, source.length / 1e6, url)
         yield lambda count: None
@@ -230,18 +230,20 @@ def read_idx(paths: Sequence[Path]) -> RawData:
 
 
 def _idx(path: Path) -> Bytes:
-    """Reads one gzipped idx file: two zeros, type 8 (uint8), the number of sizes, the sizes, the values."""
+    """Reads a gzipped idx file: two zeros, type 8 (uint8), number of dimensions, dimensions, values."""
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error}); remove it to have it fetched") from error
+        raise UserError(
+            f"{path}: not a complete gzip file ({error}); delete it to download it again"
+        ) from error
     header = 4 + 4 * content[3] if len(content) >= 4 else 4
     if content[:3] != b"\0\0\x08" or len(content) < header:
-        raise UserError(f"{path}: begins with {content[:4].hex()}; expected an idx file of uint8 (000008…)")
+        raise UserError(f"{path}: starts with {content[:4].hex()}; expected an idx file of uint8 (000008…)")
     shape = tuple(int(size) for size in np.frombuffer(content, ">u4", content[3], 4))
     values = np.frombuffer(content, np.uint8, offset=header)
     if values.size != math.prod(shape):
-        raise UserError(f"{path}: has {values.size} values; expected {shape} as its header says")
+        raise UserError(f"{path}: has {values.size} values; expected {shape} by its header")
     return values.reshape(shape)
 
 
@@ -252,21 +254,23 @@ def read_cifar10(paths: Sequence[Path]) -> RawData:
 
 
 def read_cifar100(paths: Sequence[Path]) -> RawData:
-    """Reads CIFAR-100's binary archive, whose records begin with the coarse and the fine label."""
+    """Reads CIFAR-100's binary archive, whose records start with the coarse and the fine label."""
     return _cifar(paths[0], ["cifar-100-binary/train.bin"], "cifar-100-binary/test.bin", label_bytes=2)
 
 
 def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> RawData:
-    """Reads the records of a CIFAR archive in memory: the last label byte, then the planes R, G, B."""
+    """Reads a CIFAR archive in memory; the last label byte of a record counts, then come planes R, G, B."""
     try:
         with tarfile.open(path, "r:gz") as archive:
             train_records = np.concatenate([_records(archive, name, label_bytes) for name in train])
             test_records = _records(archive, test, label_bytes)
     except (OSError, EOFError, KeyError, zlib.error, tarfile.TarError) as error:
         raise UserError(
-            f"{path}: not a whole CIFAR archive ({error}); remove it to have it fetched"
+            f"{path}: not a complete CIFAR archive ({error}); delete it to download it again"
         ) from error
-    return RawData(*_split(train_records, label_bytes), *_split(test_records, label_bytes))
+    return RawData(
+        *_images_and_labels(train_records, label_bytes), *_images_and_labels(test_records, label_bytes)
+    )
 
 
 def _records(archive: tarfile.TarFile, name: str, label_bytes: int) -> Bytes:
@@ -279,7 +283,7 @@ def _records(archive: tarfile.TarFile, name: str, label_bytes: int) -> Bytes:
     return values.reshape(-1, size)
 
 
-def _split(records: Bytes, label_bytes: int) -> tuple[Bytes, Bytes]:
-    """Splits rows into images and labels."""
+def _images_and_labels(records: Bytes, label_bytes: int) -> tuple[Bytes, Bytes]:
+    """Returns the images and labels of records."""
     planes = records[:, label_bytes:].reshape(-1, 3, 32, 32)  # (N, C, H, W)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, label_bytes - 1].copy()

@@ -1,4 +1,4 @@
-"""Reads images and labels from .npz and .npy files and checks that they are sound."""
+"""Reads and checks images and labels in .npz and .npy files."""
 
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,18 @@ AnyArray = NDArray[Any]
 
 CHANNELS = (1, 3)  # grey, colour
 
-# The names under which a file may hold images and labels to train on, and to measure a model on; the first
-# that are there count.
+# Names of images and labels for training and for testing; the first pair that a file has counts.
 TRAINING = (("x", "y"), ("x_train", "y_train"))
 TEST = (("x_test", "y_test"), ("x", "y"))
 
-SIMULATED = (  # why `run` takes no images without labels
+SIMULATION_HINT = (
     "fedhassle run simulates clients from an .npz whose images all have labels; a site's own images, with "
     "labels or without, go to a federation: fedhassle federation join"
 )
 
 
-class Content(NamedTuple):
-    """The checked content of an .npz, in the order of a Dataset's fields."""
+class NpzData(NamedTuple):
+    """The checked arrays of an .npz file, in the order of a Dataset's fields."""
 
     x_train: Images
     y_train: Labels
@@ -40,37 +39,37 @@ class Content(NamedTuple):
 
 
 class LabelledImages(NamedTuple):
-    """Images and their labels, −1 where there is none."""
+    """Images and their labels; −1 means none."""
 
     x: Images
     y: Labels
-    class_names: tuple[str, ...] | None  # what the numbers mean, where that is said
+    class_names: tuple[str, ...] | None  # if the file has them
 
 
-def read(path: Path) -> Content:
-    """Reads an .npz and makes sure that its arrays fit together."""
-    found = members(path, RawData._fields)
+def read(path: Path) -> NpzData:
+    """Reads an .npz file and checks that its arrays fit together."""
+    found = required_arrays(path, RawData._fields)
     x_train, y_train = _pair(found, "x_train", "y_train", path)
     x_test, y_test = _pair(found, "x_test", "y_test", path)
     size, test_size = x_train.shape[1:], x_test.shape[1:]
     if size != test_size:
-        raise UserError(f"{path}: x_train has images of {size}, x_test of {test_size}; expected one shape")
+        raise UserError(
+            f"{path}: x_train has images of {size}, x_test of {test_size}; expected the same shape"
+        )
     present = np.unique(y_train)
     if len(present) < 2 or len(present) != present[-1] + 1:
         raise UserError(
             f"{path}: y_train has the labels {some_of(map(str, present))}; "
-            "expected 0 to M−1, each of them, M at least 2"
+            "expected all of 0 to M−1, with M at least 2"
         )
     if y_test.max() > present[-1]:
-        raise UserError(
-            f"{path}: y_test has the label {y_test.max()}; expected those of y_train, 0 to {present[-1]}"
-        )
-    return Content(x_train, y_train, x_test, y_test, class_names(found, len(present), path))
+        raise UserError(f"{path}: y_test has the label {y_test.max()}; y_train has 0 to {present[-1]}")
+    return NpzData(x_train, y_train, x_test, y_test, class_names(found, len(present), path))
 
 
 def read_labelled(path: Path, pairs: Sequence[tuple[str, str]]) -> LabelledImages:
-    """Reads images and labels from an .npz by the first of these pairs of names that it has."""
-    found = members(path, *pairs)
+    """Reads images and labels from an .npz file, under the first of these pairs of names that it has."""
+    found = required_arrays(path, *pairs)
     of_x, of_y = (name for name in found if name != "class_names")
     x, y = _pair(found, of_x, of_y, path, lowest=-1)
     named = "class_names" in found
@@ -80,64 +79,64 @@ def read_labelled(path: Path, pairs: Sequence[tuple[str, str]]) -> LabelledImage
 def _pair(
     found: Mapping[str, AnyArray], of_x: str, of_y: str, path: Path, lowest: int = 0
 ) -> tuple[Images, Labels]:
-    """Images and as many labels."""
+    """Returns images and the same number of labels."""
     x, y = images(found[of_x], f"{path}: {of_x}"), labels(found[of_y], f"{path}: {of_y}", lowest)
     if len(x) != len(y):
-        raise UserError(f"{path}: {of_x} has {len(x)} images, {of_y} {len(y)} labels; expected as many")
+        raise UserError(f"{path}: {of_x} has {len(x)} images, {of_y} {len(y)} labels; expected equally many")
     return x, y
 
 
 def read_images(path: Path) -> Images:
-    """Reads images without labels: an .npy; of an .npz, the only array in it, else x_test, x or images.
+    """Reads images without labels: an .npy; in an .npz, the array x_test, x or images, or the only one.
 
     An array (H, W) or (H, W, 1 or 3) is one image.
     """
     if path.suffix.lower() == ".npy":
         try:
-            alone = np.load(path, allow_pickle=False)
+            array = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(
                 f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes it"
             ) from error
-        return _one_or_more(alone, str(path))
-    found = held(path, None)
+        return _as_stack(array, str(path))
+    found = stored_arrays(path, None)
     names = [name for name in ("x_test", "x", "images") if name in found] or list(found)[: len(found) == 1]
     if not names:
         there = ", ".join(found) or "nothing"
         raise UserError(f"{path}: holds {there}; expected one array, or x_test, x or images")
-    return _one_or_more(found[names[0]], f"{path}: {names[0]}")
+    return _as_stack(found[names[0]], f"{path}: {names[0]}")
 
 
-def _one_or_more(x: NDArray[Any], where: str) -> Images:
-    """Brings one image, or several, to (N, H, W, C)."""
+def _as_stack(x: NDArray[Any], where: str) -> Images:
+    """Returns one image, or several, as (N, H, W, C)."""
     alone = x.ndim == 2 or (x.ndim == 3 and x.shape[2] in CHANNELS)
     return images(x[None] if alone else x, where)
 
 
-def members(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:
-    """Reads the arrays of an .npz that concern us: the first wanted set that is there, and class names."""
+def required_arrays(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:
+    """Reads the first of the wanted sets of arrays that an .npz file has, and its class names."""
     for names in wanted:
-        found = held(path, (*names, "class_names"))
+        found = stored_arrays(path, (*names, "class_names"))
         if found.keys() >= set(names):
             return found
-    missing = [name for name in wanted[0] if name not in held(path, wanted[0])]
+    missing = [name for name in wanted[0] if name not in stored_arrays(path, wanted[0])]
     expected = ", or ".join(", ".join(names) for names in wanted)
     raise UserError(f"{path}: lacks {', '.join(missing)}; expected {expected}")
 
 
-def held(path: Path, wanted: Sequence[str] | None) -> dict[str, AnyArray]:
-    """Reads those of the wanted arrays that an .npz has; None: all of them."""
+def stored_arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, AnyArray]:
+    """Reads the wanted arrays that an .npz file has; None means all of them."""
     found, name = {}, "the file"
     try:
         with path.expanduser().open("rb") as stream:
-            if not zipfile.is_zipfile(stream):  # numpy would take it for a pickle
-                raise zipfile.BadZipFile("no zip file, or cut short")
+            if not zipfile.is_zipfile(stream):  # NumPy would try to unpickle it
+                raise zipfile.BadZipFile("not a zip file, or truncated")
             stream.seek(0)
             with np.load(stream, allow_pickle=False) as file:
                 for name in file.files if wanted is None else wanted:
                     if name in file:
                         found[name] = np.asarray(file[name])
-    # Damaged bytes make numpy, zipfile and the decompressors raise a dozen kinds of errors.
+    # Damaged files make NumPy, zipfile and the decompressors raise many kinds of errors.
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(
@@ -147,13 +146,13 @@ def held(path: Path, wanted: Sequence[str] | None) -> dict[str, AnyArray]:
 
 
 def images(x: AnyArray, where: str) -> Images:
-    """Brings images to (N, H, W, C)."""
+    """Returns images as (N, H, W, C)."""
     if x.ndim == 3:
         x = x[..., None]
         last, first = True, False
     else:
         last, first = (x.ndim == 4 and x.shape[axis] in CHANNELS for axis in (3, 1))
-    # Neither is no image; with both, a side of 1 or 3 pixels leaves open which axis is the colour.
+    # With neither it is not an image; with both, the axis of the colours is ambiguous.
     if x.size == 0 or last == first:
         expected = "(N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), neither empty nor ambiguous"
         raise UserError(f"{where} has the shape {x.shape}; expected images as {expected}")
@@ -161,41 +160,41 @@ def images(x: AnyArray, where: str) -> Images:
 
 
 def _pixels(x: AnyArray, where: str) -> Images:
-    """Brings pixels to uint8: whole numbers stay as they are, fractions in [0, 1] become round(255·x)."""
+    """Returns pixels as uint8: integers are kept, floats in [0, 1] become round(255·x)."""
     limit = {"u": 255, "i": 255, "f": 1}.get(x.dtype.kind)
     if limit is None:
         raise UserError(f"{where} has the type {x.dtype}; expected uint8, or floats in [0, 1]")
     low, high = x.min().item(), x.max().item()
-    if not (low >= 0 and high <= limit):  # so that NaN, which spoils both, is out of range too
+    if not (low >= 0 and high <= limit):  # written so that NaN is out of range too
         raise UserError(f"{where} ({x.dtype}) runs from {low} to {high}; expected 0 to {limit}")
     pixels = np.rint(x.astype(np.float32) * 255) if limit == 1 else x
     return np.ascontiguousarray(pixels, np.uint8)
 
 
 def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:
-    """Brings labels (N,) or (N, 1) to int64; a site's may be as low as −1, which means none."""
+    """Returns labels (N,) or (N, 1) as int64 (N,); with `lowest` −1, that means no label."""
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1 or y.dtype.kind not in "uif" or y.size == 0:
         about = f"{where} is {y.dtype} of shape {y.shape}; expected whole numbers of shape (N,)"
-        raise UserError(f"{about}, 0 to M−1, and what the classes are called in class_names")
+        raise UserError(f"{about}, 0 to M−1, and the names of the classes in class_names")
     low, high = y.min().item(), y.max().item()
     if low == -1 < lowest:
-        raise UserError(f"{where} has −1, which means no label; {SIMULATED}")
-    # No label can reach 2³¹ when each occurs; the bound keeps the conversion exact.
+        raise UserError(f"{where} has −1, which means no label; {SIMULATION_HINT}")
+    # Every class occurs, so labels stay below 2³¹; the bound keeps the conversion exact.
     if not (low >= lowest and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
         raise UserError(f"{where} runs from {low} to {high}; expected whole numbers {lowest} to M−1")
     return y.astype(np.int64)
 
 
 def class_names(found: Mapping[str, AnyArray], classes: int, path: Path) -> tuple[str, ...]:
-    """Takes the names in the file, or else the numbers."""
+    """Returns the names in the file, or numbers if it has none."""
     names = found.get("class_names", np.arange(classes).astype(str))
     try:
         listed = names.tolist()
-    except (ValueError, SystemError):  # bytes that are no text
+    except (ValueError, SystemError):  # bytes that are not text
         listed = None
     if names.dtype.kind != "U" or names.shape != (classes,) or listed is None:
         about = f"{names.dtype} of shape {names.shape}"
-        raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one a class")
+        raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one per class")
     return tuple(listed)

@@ -1,11 +1,11 @@
-"""FixMatch's strong augmentation, RandAugment and then cutout, of a whole batch by draws that come as data.
+"""FixMatch's strong augmentation, RandAugment and then cutout, for a whole batch; random draws are arguments.
 
-Each image has its own operations. To go without branches, each of two slots runs on all images one table of
-values, one blend and one affine map, which leave those images alone whose operation is of another kind.
+Each image has its own operations. To avoid branches, each of two slots applies a table of values, a blend and
+an affine map to all images; those that do not belong to an image's operation leave it unchanged.
 
-All of it is Pillow's arithmetic in whole numbers: magnitudes are multiples of 1/65536, for which the floating
-point that Pillow uses makes no rounding errors. So every device gives the same bytes, whichever way kernels
-are fused; the two places that need fractions say why they are safe.
+The arithmetic is Pillow's, in integers: magnitudes are multiples of 1/65536, for which Pillow's floating
+point has no rounding errors. So every device gives the same bytes, however kernels are fused; the two places
+that need fractions say why they are safe.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ OPERATIONS = (
     AUTO_CONTRAST, BRIGHTNESS, COLOR, CONTRAST, EQUALIZE, IDENTITY, POSTERIZE,
     ROTATE, SHARPNESS, SHEAR_X, SHEAR_Y, SOLARIZE, TRANSLATE_X, TRANSLATE_Y,
 ) = range(len(OPERATIONS))  # fmt: skip
-SLOTS = 2  # operations of an image, each with probability ½
-UNIFORMS = 3 * SLOTS + 2  # per slot: which operation, its magnitude, whether; then the middle of the cutout
+SLOTS = 2  # operations per image, each with probability ½
+UNIFORMS = 3 * SLOTS + 2  # per slot: operation, magnitude, whether to apply it; then the centre of the cutout
 
 ONE = 1 << 16  # Pillow's fixed point: 16 bits of fraction
 HALF = ONE >> 1
-FACTOR = (math.ceil(0.05 * ONE), math.floor(0.95 * ONE))  # of Brightness, Color, Contrast, Sharpness
+FACTOR = (math.ceil(0.05 * ONE), math.floor(0.95 * ONE))  # for Brightness, Color, Contrast, Sharpness
 BITS = (4, 8)  # that Posterize keeps
-DEGREES = 30  # of Rotate, either way
-SLANT = (-math.floor(0.3 * ONE), math.floor(0.3 * ONE))  # of shears; of translations as a share of the side
+DEGREES = 30  # for Rotate, in either direction
+SLANT = (-math.floor(0.3 * ONE), math.floor(0.3 * ONE))  # for shears; for translations as a share of the side
 THRESHOLD = (0, 256)  # from which Solarize inverts
-BLACK, GREY = 0, 127  # what lies outside the image; what cutout leaves
+BLACK, GREY = 0, 127  # fill outside the image; fill of the cutout
 
 
 def augmented(pixels: Tensor, u: Tensor) -> Tensor:
-    """Two operations on each image (B, H, W, C) of 1 or 3 channels, then cutout; u is (B, UNIFORMS)."""
+    """Applies two operations and cutout to images (B, H, W, C) with 1 or 3 channels; u is (B, UNIFORMS)."""
     pixels = pixels.permute(0, 3, 1, 2).contiguous()  # (B, C, H, W) from here on: a third less time on a CPU
     for slot in range(SLOTS):
-        which, magnitude, whether = u[:, 3 * slot : 3 * slot + 3].unbind(1)
-        operation = torch.where(whether < 0.5, whole(which, 0, len(OPERATIONS) - 1), IDENTITY)
+        which, magnitude, chance = u[:, 3 * slot : 3 * slot + 3].unbind(1)
+        operation = torch.where(chance < 0.5, whole(which, 0, len(OPERATIONS) - 1), IDENTITY)
         pixels = operated(pixels, operation, magnitude)
     cut = cut_out(pixels, u[:, -2], u[:, -1])
     return cut.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
 
 
 def operated(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
-    """Each image after its operation (B,), whose magnitude a uniform (B,) draws from its range."""
+    """Applies to each image its operation (B,), with a magnitude that the uniform u (B,) draws."""
     return moved(blended(toned(pixels, operation, u), operation, u), operation, u)
 
 
 def whole(u: Tensor, low: int, high: int) -> Tensor:
-    """The whole numbers from low to high, each for an equal share of [0, 1); the product is exact."""
+    """Maps [0, 1) to the integers from low to high, in equal shares; the product is exact."""
     return low + (u.double() * (high - low + 1)).int()
 
 
-def chosen(operation: Tensor, cases: Mapping[int, Tensor | int], otherwise: Tensor) -> Tensor:
-    """For each image the case of its operation."""
+def selected(operation: Tensor, cases: Mapping[int, Tensor | int], otherwise: Tensor) -> Tensor:
+    """Returns for each image the value of its operation."""
     for case, value in cases.items():
         otherwise = torch.where(operation == case, value, otherwise)
     return otherwise
 
 
-# By a table: what becomes of a value depends on the image's channel alone
+# By a table: the new value of a pixel depends only on its value and channel
 
 
 def toned(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
-    """AutoContrast, Equalize, Posterize and Solarize."""
+    """Applies AutoContrast, Equalize, Posterize and Solarize."""
     values = pixels.flatten(2).long()  # (B, C, H·W)
-    up_to = counts(values)  # (B, C, 256)
+    up_to = cumulative_counts(values)  # (B, C, 256)
     value = torch.arange(256, dtype=torch.int32, device=u.device)
     u = u[:, None, None]
     dropped = 8 - whole(u, *BITS)
@@ -82,57 +82,61 @@ def toned(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
         POSTERIZE: value >> dropped << dropped,
         SOLARIZE: torch.where(value < whole(u, *THRESHOLD), value, 255 - value),
     }
-    table = chosen(operation[:, None, None], cases, value)  # (B, C, 256)
+    table = selected(operation[:, None, None], cases, value)  # (B, C, 256)
     return table.to(pixels.dtype).gather(2, values).view_as(pixels)
 
 
-def counts(values: Tensor) -> Tensor:
-    """How many of an image's values (B, C, n) are 0, at most 1, … at most 255, as (B, C, 256)."""
+def cumulative_counts(values: Tensor) -> Tensor:
+    """Counts the values (B, C, n) that are 0, at most 1, … at most 255, as (B, C, 256)."""
     none = torch.zeros(*values.shape[:2], 256, dtype=torch.int32, device=values.device)
     each = torch.ones((), dtype=torch.int32, device=values.device).expand_as(values)
-    return none.scatter_add(2, values, each).cumsum(2, dtype=torch.int32)  # integers: in any order the same
+    return none.scatter_add(2, values, each).cumsum(
+        2, dtype=torch.int32
+    )  # integers: the order does not matter
 
 
 def auto_contrast(up_to: Tensor, value: Tensor) -> Tensor:
-    """Stretches each channel to 0 … 255, in Pillow's float64, which falls short of some whole numbers.
+    """Stretches each channel to 0 … 255 in float64 as Pillow does, which misses some integers.
 
-    Rounded as Pillow rounds, product by product: a fused multiply-add would leave out a rounding.
+    Each product is rounded as in Pillow: a fused multiply-add would skip a rounding.
     """
     low = (up_to == 0).sum(2, keepdim=True)  # (B, C, 1)
     high = (up_to < up_to[..., -1:]).sum(2, keepdim=True)
     span = (high - low).clamp(min=1).double()
     scale = torch.full_like(span, 255) / span  # `255 / span` would multiply by a rounded 1/span
-    upper = (scale * 2**20).floor() / 2**20  # scale in two halves, whose products with 0 … 255 are exact
+    upper = (scale * 2**20).floor() / 2**20  # two halves, whose products with 0 … 255 are exact
     lower = scale - upper
     stretched = (value * upper + value * lower) - (low * upper + low * lower)
     return torch.where(high > low, stretched.int().clamp(0, 255), value)
 
 
 def equalize(up_to: Tensor, value: Tensor) -> Tensor:
-    """Gives the values of each channel equal shares, as far as a map of values can."""
+    """Equalises the histogram of each channel, as far as a table of values can."""
     below = F.pad(up_to[..., :-1], (1, 0))
-    but_highest = (up_to * (up_to < up_to[..., -1:])).amax(2, keepdim=True)  # all below the highest value
+    but_highest = (up_to * (up_to < up_to[..., -1:])).amax(
+        2, keepdim=True
+    )  # all pixels below the highest value
     step = but_highest // 255  # (B, C, 1)
     shared = ((step // 2 + below) // step.clamp(min=1)).clamp(max=255)
     return torch.where(step > 0, shared, value)
 
 
-# By a blend of the image with one that lacks something
+# By a blend of the image with a degenerate one
 
 
 def blended(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
-    """Brightness, Color, Contrast and Sharpness."""
+    """Applies Brightness, Color, Contrast and Sharpness."""
     full = pixels.int()
     grey = luma(full)
     cases: dict[int, Tensor | int]
     cases = {BRIGHTNESS: BLACK, COLOR: grey, CONTRAST: mean(grey), SHARPNESS: smooth(full)}
-    lacking = chosen(operation[:, None, None, None], cases, full)
+    degenerate = selected(operation[:, None, None, None], cases, full)
     factor = whole(u, *FACTOR)[:, None, None, None]
-    return (lacking + (factor * (full - lacking) >> 16)).to(pixels.dtype)
+    return (degenerate + (factor * (full - degenerate) >> 16)).to(pixels.dtype)
 
 
 def luma(pixels: Tensor) -> Tensor:
-    """The grey of images, (B, 1, H, W)."""
+    """Returns the images in grey, (B, 1, H, W)."""
     channels = pixels.shape[1]
     if channels not in (1, 3):
         raise ValueError(f"strong augmentation takes images of 1 or 3 channels, got {channels}")
@@ -143,13 +147,13 @@ def luma(pixels: Tensor) -> Tensor:
 
 
 def mean(grey: Tensor) -> Tensor:
-    """The mean of each image, rounded, (B, 1, 1, 1)."""
+    """Returns the rounded mean of each image, (B, 1, 1, 1)."""
     n = grey[0].numel()
     return ((2 * grey.sum((1, 2, 3), keepdim=True) + n) // (2 * n)).int()
 
 
 def smooth(pixels: Tensor) -> Tensor:
-    """The mean over 3 × 3 pixels, of which the middle counts five times, rounded; edges stay."""
+    """Returns the rounded mean over 3 × 3 pixels, the centre counted five times; the border is kept."""
     height, width = pixels.shape[2:]
     if min(height, width) < 3:
         return pixels
@@ -159,11 +163,11 @@ def smooth(pixels: Tensor) -> Tensor:
     return pixels + F.pad((total + 6) // 13 - middle, (1, 1, 1, 1))
 
 
-# By an affine map from where a pixel goes to where it comes from
+# By an affine map from a pixel's new place to its old one
 
 
 def moved(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
-    """Rotate, ShearX, ShearY, TranslateX and TranslateY: the nearest pixel, or black."""
+    """Applies Rotate, ShearX, ShearY, TranslateX and TranslateY, by the nearest pixel or black."""
     height, width = pixels.shape[2:]
     xx, xy, x0, yx, yy, y0 = (entry[:, None, None] for entry in affine(operation, u, height, width))
     row = torch.arange(height, dtype=torch.int32, device=u.device)[:, None]
@@ -178,7 +182,7 @@ def moved(pixels: Tensor, operation: Tensor, u: Tensor) -> Tensor:
 
 
 def affine(operation: Tensor, u: Tensor, height: int, width: int) -> tuple[Tensor, ...]:
-    """The six entries (B,) of each image's map in fixed point, for pixels whose middles lie at halves."""
+    """Returns the six entries (B,) of each image's map in fixed point; pixel centres lie at halves."""
     cosine, sine, turned_x, turned_y = rotation(u, height, width)
     slant = whole(u, *SLANT)
     leaning = HALF + ((slant + 1) >> 1)
@@ -187,31 +191,34 @@ def affine(operation: Tensor, u: Tensor, height: int, width: int) -> tuple[Tenso
     )
     one, none, half = (torch.full_like(slant, value) for value in (ONE, 0, HALF))
     return (
-        chosen(operation, {ROTATE: cosine}, one),
-        chosen(operation, {ROTATE: -sine, SHEAR_X: slant}, none),
-        chosen(operation, {ROTATE: turned_x, SHEAR_X: leaning, TRANSLATE_X: right}, half),
-        chosen(operation, {ROTATE: sine, SHEAR_Y: slant}, none),
-        chosen(operation, {ROTATE: cosine}, one),
-        chosen(operation, {ROTATE: turned_y, SHEAR_Y: leaning, TRANSLATE_Y: down}, half),
+        selected(operation, {ROTATE: cosine}, one),
+        selected(operation, {ROTATE: -sine, SHEAR_X: slant}, none),
+        selected(operation, {ROTATE: turned_x, SHEAR_X: leaning, TRANSLATE_X: right}, half),
+        selected(operation, {ROTATE: sine, SHEAR_Y: slant}, none),
+        selected(operation, {ROTATE: cosine}, one),
+        selected(operation, {ROTATE: turned_y, SHEAR_Y: leaning, TRANSLATE_Y: down}, half),
     )
 
 
 def rotation(u: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine, sine and the two offsets (B,) of rotations about the middle, in fixed point.
+    """Returns cosine, sine and the two offsets (B,) of rotations about the centre, in fixed point.
 
-    Devices differ in the last bits of a float64 cosine. None of the 131,073 angles comes so near to where
-    fixed point rounds the other way that it could show: the tests try them all for the usual sizes.
+    Devices differ in the last bits of a float64 cosine. None of the 131,073 angles comes close enough to a
+    rounding boundary for this to matter: the tests try them all for the usual sizes.
     """
     angle = whole(u, -ONE, ONE).double() * (math.radians(DEGREES) / ONE)
     cosine, sine = angle.cos(), angle.sin()
-    across, down = (width - 1) / 2, (height - 1) / 2  # from the middle of the first pixel to that of all
+    across, down = (
+        (width - 1) / 2,
+        (height - 1) / 2,
+    )  # from the centre of the first pixel to that of the image
     turned_x = width / 2 - cosine * across + sine * down
     turned_y = height / 2 - sine * across - cosine * down
     return fixed(cosine), fixed(sine), fixed(turned_x), fixed(turned_y)
 
 
 def fixed(x: Tensor) -> Tensor:
-    """The nearest number of fixed point."""
+    """Rounds to fixed point."""
     return (x * ONE + 0.5).floor().int()
 
 
@@ -219,7 +226,7 @@ def fixed(x: Tensor) -> Tensor:
 
 
 def cut_out(pixels: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """A grey square of half the shorter side about a random pixel, as far as it lies in the image."""
+    """Draws a grey square of half the shorter side around a random pixel, clipped to the image."""
     height, width = pixels.shape[2:]
     side = min(height, width) // 2
     rows, columns = window(height, side, down), window(width, side, across)
@@ -227,7 +234,7 @@ def cut_out(pixels: Tensor, down: Tensor, across: Tensor) -> Tensor:
 
 
 def window(length: int, side: int, u: Tensor) -> Tensor:
-    """Which of a length's places (B, length) lie in a window of some side about a random place."""
+    """Returns a mask (B, length) of a window of the given side around a random place."""
     first = whole(u, 0, length - 1) - side // 2
     place = torch.arange(length, dtype=torch.int32, device=u.device) - first[:, None]
     return (place >= 0) & (place < side)

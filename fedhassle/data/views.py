@@ -1,4 +1,4 @@
-"""What training sees of an image: normalised, and augmented by draws that come as data."""
+"""Views of images for training: normalised, and augmented; random draws are arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from fedhassle.data import strong
 
-WEAK = 3  # uniform numbers: for the flip, and where the crop lies
-UNIFORMS = {"clean": 0, "weak": WEAK, "strong": WEAK + strong.UNIFORMS}  # that an image of each view takes
+WEAK = 3  # uniform numbers: one for the flip, two for the crop
+UNIFORMS = {"clean": 0, "weak": WEAK, "strong": WEAK + strong.UNIFORMS}  # per image, for each view
 
 
 class Views(NamedTuple):
     """The views of a data set's images: `clean`; `weak` (random flip, random crop); and `strong`.
 
-    Strong is weak, then two random operations of fourteen and cutout, as in FixMatch.
+    Strong is weak, then two of fourteen random operations and cutout, as in FixMatch.
 
-    An augmentation draws nothing itself: it is handed `UNIFORMS[view]` numbers in [0, 1) per image, so
-    that it gives the same on every device, in the simulator and at a site, and inside a captured step.
+    An augmentation draws nothing itself: it takes `UNIFORMS[view]` numbers in [0, 1) per image. So it gives
+    the same result on every device, in the simulator and at a site, and inside a captured step.
     """
 
     scale: Tensor  # (C,): pixel · scale + shift is the normalised value
@@ -29,7 +29,7 @@ class Views(NamedTuple):
     crop: int  # reflect padding before a random crop; 0 = none
 
     def __call__(self, pixels: Tensor, view: str, u: Tensor) -> Tensor:
-        """Pixels (B, H, W, C) uint8 and draws (B, k) -> (B, C, H, W), channels_last."""
+        """Maps pixels (B, H, W, C) uint8 and draws (B, k) to (B, C, H, W), channels_last."""
         if UNIFORMS[view]:
             pixels = self.weak(pixels, u)
         if view == "strong":
@@ -37,11 +37,11 @@ class Views(NamedTuple):
         return self.normalise(pixels)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, H, W, C) -> (B, C, H, W) without a copy: NHWC memory is channels_last."""
+        """Maps pixels (B, H, W, C) to (B, C, H, W) without a copy: NHWC memory is channels_last."""
         return (pixels * self.scale + self.shift).permute(0, 3, 1, 2)
 
     def weak(self, pixels: Tensor, u: Tensor) -> Tensor:
-        """A horizontal flip with probability ½, then a crop of the reflect-padded image."""
+        """Flips horizontally with probability ½, then crops the reflect-padded image."""
         if self.flip:
             pixels = torch.where(u[:, 0, None, None, None] < 0.5, pixels.flip(2), pixels)
         return random_crop(pixels, self.crop, u[:, 1], u[:, 2]) if self.crop else pixels
@@ -50,14 +50,14 @@ class Views(NamedTuple):
 def make_views(
     mean: Sequence[float], std: Sequence[float], flip: bool, crop: int, device: torch.device
 ) -> Views:
-    """The views for pixels in 0 … 255 whose channels have `mean` and `std` on the scale of [0, 1]."""
+    """Returns the views for pixels in 0 … 255; `mean` and `std` of each channel are for pixels in [0, 1]."""
     spread = torch.tensor(std, dtype=torch.float64)
     scale, shift = 1 / (255 * spread), -torch.tensor(mean, dtype=torch.float64) / spread
     return Views(scale.float().to(device), shift.float().to(device), flip, crop)
 
 
 def random_crop(pixels: Tensor, padding: int, down: Tensor, across: Tensor) -> Tensor:
-    """A window of the image's own size out of the image padded by reflection; (B,) uniforms choose where."""
+    """Returns a window of the image's own size from the reflect-padded image, placed by uniforms (B,)."""
     rows = window(pixels.shape[1], padding, down)  # (B, H)
     columns = window(pixels.shape[2], padding, across)  # (B, W)
     sample = torch.arange(len(pixels), device=pixels.device)
@@ -65,10 +65,10 @@ def random_crop(pixels: Tensor, padding: int, down: Tensor, across: Tensor) -> T
 
 
 def window(side: int, padding: int, u: Tensor) -> Tensor:
-    """Indices (B, side) of a random window in a side that is reflected at both ends."""
+    """Returns indices (B, side) of a random window in a side that is reflected at both ends."""
     if padding >= side:
         raise ValueError(
-            f"an image of side {side} cannot be reflected by {padding} pixels: the crop must be less"
+            f"an image of side {side} cannot be reflected by {padding} pixels: the crop must be smaller"
         )
     offset = (u * (2 * padding + 1)).long() - padding  # (B,), from −padding to padding
     index = offset[:, None] + torch.arange(side, device=u.device)

@@ -29,8 +29,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fedhassle.data.npz import CHANNELS
-from fedhassle.data.site.folder import UNLABELLED, ImageForm
-from fedhassle.data.site.labels import same_text
+from fedhassle.data.site.folder import ImageForm
+from fedhassle.data.site.labels import UNLABELLED, nfc
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import nearest
@@ -94,7 +94,7 @@ def _checked_classes(class_names: tuple[str, ...]) -> tuple[str, ...]:
         fits = bool(name) and name == name.strip() and name.isprintable()
         require(fits, f"{name!r} cannot name a class: it is empty, or has spaces around it, or line breaks")
         require(name.lower() not in UNLABELLED, f"{name!r} cannot name a class: it means 'no label'")
-    names = [same_text(name) for name in class_names]
+    names = [nfc(name) for name in class_names]
     twice = [name for name in names if names.count(name) > 1]
     require(not twice, f"{twice[0]!r} is there twice" if twice else "")
     return class_names

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.data.catalogue import Dataset, like
+from fedhassle.data.catalogue import Dataset, default_entry
 from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
@@ -30,7 +30,7 @@ def empty_dataset(agreement: Agreement) -> Dataset:
 def dataset_of(agreement: Agreement, x: np.ndarray, y: np.ndarray) -> Dataset:
     """A data set of images and labels (−1 = none), normalised and augmented as agreed."""
     a = agreement.data
-    net = like(a.channels).net
+    net = default_entry(a.channels).net
     return Dataset(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop)
 
 

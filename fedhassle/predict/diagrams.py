@@ -1,4 +1,4 @@
-"""A confusion matrix and a reliability diagram for each prediction of a model, drawn."""
+"""Drawings of a confusion matrix and a reliability diagram for each prediction of a model."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedhassle.data.picture_files import check_picture
 from fedhassle.data.split.dots import shortened
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 from fedhassle.predict.scores import Scores
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5F5F5F"  # colour-blind safe (Okabe and Ito)
-MOST_COUNTS, MOST_NAMES = 15, 30  # classes whose counts, and whose names, are written
+MOST_COUNTS, MOST_NAMES = 15, 30  # most classes with counts, and with names
 LONGEST_NAME = 18  # characters
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_scores(scores: Mapping[str, Scores], class_names: Sequence[str], path: Path, title: str) -> None:
-    """A row for each prediction: who is taken for whom, and how far its confidence is to be believed."""
+    """Draws a row for each prediction: its confusion matrix and its calibration."""
     check_picture(path, FORMATS)
     side = 3.6 + 0.12 * min(len(class_names), MOST_NAMES)
     figure = Figure(figsize=(side + 5.0, side * len(scores) + 0.4), layout="constrained")
     axes = figure.subplots(len(scores), 2, squeeze=False, gridspec_kw={"width_ratios": (side, 4.2)})
     figure.suptitle(title, fontsize=11, parse_math=False)
-    for row, (name, figures) in zip(axes, scores.items(), strict=True):
-        draw_confusion(row[0], figures, class_names, name)
-        draw_reliability(row[1], figures, name)
+    for row, (name, values) in zip(axes, scores.items(), strict=True):
+        draw_confusion(row[0], values, class_names, name)
+        draw_reliability(row[1], values, name)
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
 
 def draw_confusion(axes: Axes, scores: Scores, class_names: Sequence[str], name: str) -> None:
-    """Counts, shaded by the share of the true class."""
+    """Draws the counts, shaded by the share of the true class."""
     counts = scores.confusion
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, gid="confusion")
@@ -52,7 +51,7 @@ def draw_confusion(axes: Axes, scores: Scores, class_names: Sequence[str], name:
 
 
 def draw_reliability(axes: Axes, scores: Scores, name: str) -> None:
-    """Accuracy by confidence; on the diagonal a confidence means what it says."""
+    """Draws accuracy by confidence; a calibrated prediction lies on the diagonal."""
     bins = scores.reliability
     width = 1 / len(bins.images)
     left, there = np.arange(len(bins.images)) * width, bins.images > 0

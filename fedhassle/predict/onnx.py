@@ -1,4 +1,4 @@
-"""A trained model as one ONNX file, which is put in its place only if it predicts what PyTorch does."""
+"""Export of a trained model as one ONNX file, written only if it predicts the same as PyTorch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fedhassle.predict.model import TrainedModel
 from fedhassle.randomness import generator
 from fedhassle.version import package_version
 
-OPSET = 17  # old enough for the runtimes of the last years
-TRACED, TRIED = 2, (1, 2, 7)  # images in the batch that is traced, and in those of the check
-TOLERANCE = 1e-4  # of the largest logit, or of 1 where that is smaller: sums are made in another order
+OPSET = 17  # old enough for the runtimes of recent years
+TRACED, TRIED = 2, (1, 2, 7)  # images in the traced batch, and in the batches of the check
+TOLERANCE = 1e-4  # relative to the largest logit, or to 1 if that is larger: the order of sums differs
 OUTPUTS = ("probabilities", "logits")
 
 
-class Modules:
-    """The module of each call of a network in one prediction, in their order; made in the first."""
+class CalledModules:
+    """The module of each call of a network in one prediction, in order; built in the first prediction."""
 
     def __init__(self) -> None:
         self.made: list[nn.Module] = []
@@ -34,21 +34,21 @@ class Modules:
 
 
 class PlainNet(Net):
-    """A network that is called by modules with weights of their own, as a tracer wants them.
+    """A network that calls modules with their own weights, as the tracer needs them.
 
-    So a trace holds nothing of the flat vector that the weights came from.
+    So the trace contains nothing of the flat vector of weights.
     """
 
-    def __init__(self, net: Net, modules: Modules) -> None:
+    def __init__(self, net: Net, modules: CalledModules) -> None:
         super().__init__(net.build, net.shape, net.classes, net.width)
         self.modules = modules
 
     def scaled(self, width: float) -> Net:
-        """The same network of another width."""
+        """Returns the same network with another width."""
         return PlainNet(super().scaled(width), self.modules)
 
     def __call__(self, weights: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
-        """Logits (B, M) by the module of this call."""
+        """Returns logits (B, M) of the module of this call."""
         if self.modules.calls == len(self.modules.made):
             self.modules.made.append(self.filled(weights, statistics))
         module = self.modules.made[self.modules.calls]
@@ -58,11 +58,11 @@ class PlainNet(Net):
 
 
 class Predictor(nn.Module):
-    """From uint8 images (N, H, W, C) to probabilities and logits (N, M): all of a model in one module."""
+    """The whole model as one module, from uint8 images (N, H, W, C) to probabilities and logits (N, M)."""
 
     def __init__(self, model: TrainedModel, mode: str) -> None:
         super().__init__()
-        self.calls, self.state, self.views, self.mode = Modules(), model.state, model.views, mode
+        self.calls, self.state, self.views, self.mode = CalledModules(), model.state, model.views, mode
         self.method = replace(model.method, net=PlainNet(model.method.net, self.calls))
         with torch.no_grad():
             self(torch.zeros(TRACED, *model.image_size, dtype=torch.uint8))
@@ -76,8 +76,8 @@ class Predictor(nn.Module):
 
 
 def export_onnx(model: TrainedModel, path: Path, mode: str) -> float:
-    """Writes the file; returns by how much its logits differ from PyTorch's on random images."""
-    needed()
+    """Writes the file; returns the largest difference of its logits from PyTorch's on random images."""
+    require_packages()
     model = model.on("cpu")
     with atomic(path) as temporary:
         try:
@@ -85,14 +85,14 @@ def export_onnx(model: TrainedModel, path: Path, mode: str) -> float:
             describe(temporary, metadata(model, mode))
         except OSError:
             raise
-        except Exception as error:  # a network of one's own may hold anything
+        except Exception as error:  # a user's own network may raise anything
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"the network cannot be written as ONNX: {reason}") from error
-        return checked(temporary, model, mode)
+        return largest_difference(temporary, model, mode)
 
 
-def needed() -> None:
-    """Raises unless what the export needs is installed."""
+def require_packages() -> None:
+    """Raises unless the packages for the export are installed."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -105,8 +105,8 @@ def needed() -> None:
 def trace(predictor: nn.Module, image_size: tuple[int, int, int], path: Path) -> None:
     """Writes the graph of a module for batches of any size."""
     with warnings.catch_warnings():
-        # The tracer is the exporter that needs no further package; that it is the older one is known. What it
-        # warns of, a value that is constant in the trace, is found by the check.
+        # The tracer is deprecated, but needs no further package. It warns of values that are constant in the
+        # trace; the check finds those.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             predictor.eval(),
@@ -120,19 +120,19 @@ def trace(predictor: nn.Module, image_size: tuple[int, int, int], path: Path) ->
         )
 
 
-def describe(path: Path, words: dict[str, str]) -> None:
-    """Adds what a user has to know to the metadata of a file."""
+def describe(path: Path, properties: dict[str, str]) -> None:
+    """Adds metadata to a file, and checks the file."""
     import onnx
 
     made = onnx.load(path)
     made.producer_name, made.producer_version = "fedhassle", package_version()
-    onnx.helper.set_model_props(made, words)
+    onnx.helper.set_model_props(made, properties)
     onnx.checker.check_model(made, full_check=True)
     onnx.save(made, path)
 
 
 def metadata(model: TrainedModel, mode: str) -> dict[str, str]:
-    """Words about a model; lists are JSON."""
+    """Returns the metadata of a model; lists are JSON."""
     height, width, channels = model.image_size
     colours = "grey" if channels == 1 else "RGB"
     return {
@@ -147,8 +147,8 @@ def metadata(model: TrainedModel, mode: str) -> dict[str, str]:
     }
 
 
-def checked(path: Path, model: TrainedModel, mode: str) -> float:
-    """By how much the logits in a file differ from the model's, at most; too much raises."""
+def largest_difference(path: Path, model: TrainedModel, mode: str) -> float:
+    """Returns the largest difference of a file's logits from the model's; too large a one is an error."""
     gaps = []
     try:
         run = session(path)
@@ -161,7 +161,7 @@ def checked(path: Path, model: TrainedModel, mode: str) -> float:
                 raise ValueError(f"it gives {found.shape} for {tuple(z.shape)}")
             gap = np.abs(found - z.numpy()).max() / max(1.0, float(z.abs().max()))
             gaps += [float(gap), float(np.abs(probabilities - z.softmax(1).numpy()).max())]
-    except Exception as error:  # of onnxruntime's own kinds
+    except Exception as error:  # onnxruntime has its own kinds
         raise UserError(f"the exported model does not run, nothing is written: {error}") from error
     worst = float(np.max(gaps))
     require(worst <= TOLERANCE, f"the exported model differs from PyTorch by {worst:.2g}: nothing is written")
@@ -169,11 +169,11 @@ def checked(path: Path, model: TrainedModel, mode: str) -> float:
 
 
 def session(path: Path) -> Any:
-    """A function from images to probabilities and logits by onnxruntime on the CPU."""
+    """Returns a function from images to probabilities and logits, by onnxruntime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised as well
+    options.log_severity_level = 4  # errors are raised anyway
     opened = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
     quiet = onnxruntime.RunOptions()
     quiet.log_severity_level = 4

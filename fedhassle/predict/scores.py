@@ -1,4 +1,4 @@
-"""How good predictions are, from classes and probabilities: plain NumPy, no model."""
+"""Metrics of predictions, from classes and probabilities: plain NumPy, no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Z95 = 1.959963984540054  # the normal quantile of a two-sided 95 % interval
-BINS = 15  # of equal width, by confidence, for the calibration
+BINS = 15  # of confidence, of equal width, for the calibration
 
 
 class Interval(NamedTuple):
@@ -22,19 +22,19 @@ class Interval(NamedTuple):
 class Reliability(NamedTuple):
     """Confidence against accuracy in B bins of equal width; NaN in bins without images."""
 
-    images: np.ndarray  # (B,), how many are in it
+    images: np.ndarray  # (B,), number in the bin
     confidence: np.ndarray  # (B,), mean probability of the predicted class
     accuracy: np.ndarray  # (B,)
 
 
 class Scores(NamedTuple):
-    """All figures of one prediction on N labelled images; NaN where one is not defined."""
+    """All metrics of one prediction on N labelled images; NaN if undefined."""
 
     accuracy: float
     accuracy_interval: Interval
     balanced: float  # mean recall of the classes that occur
     balanced_interval: Interval
-    auroc: float  # mean over classes, each against the rest; for two classes the usual one
+    auroc: float  # mean over classes, each against the rest; with two classes the usual one
     recall: np.ndarray  # (M,)
     precision: np.ndarray  # (M,)
     confusion: np.ndarray  # (M, M) counts: true class down, predicted class across
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
 
 def score(classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray) -> Scores:
-    """All figures from predicted classes (N,), probabilities (N, M) and true classes (N,), N at least 1."""
+    """Computes all metrics from predicted classes (N,), probabilities (N, M) and labels y (N,), N ≥ 1."""
     matrix = confusion(classes, y, probabilities.shape[1])
     right, total = int(matrix.trace()), int(matrix.sum())
     confidence = np.take_along_axis(probabilities, classes[:, None], axis=1)[:, 0]
@@ -55,7 +55,7 @@ def score(classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray) -> Scor
         balanced_interval=balanced_interval(matrix),
         auroc=macro_auroc(probabilities, y),
         recall=recall(matrix),
-        precision=recall(matrix.T),  # of those predicted as a class, the share that is of it
+        precision=recall(matrix.T),  # the share of correct ones among those predicted as a class
         confusion=matrix,
         calibration_error=calibration_error(bins),
         reliability=bins,
@@ -63,7 +63,7 @@ def score(classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray) -> Scor
 
 
 def wilson(right: int, total: int) -> Interval:
-    """Wilson's score interval of a share: inside [0, 1], and honest at 0 and 1 and for few images."""
+    """Returns Wilson's score interval of a share: inside [0, 1], and honest at 0 and 1 and for few images."""
     share, spare = right / total, Z95**2 / total
     centre = share + spare / 2
     half = Z95 * math.sqrt(share * (1 - share) / total + spare / (4 * total))
@@ -72,25 +72,25 @@ def wilson(right: int, total: int) -> Interval:
 
 
 def confusion(classes: np.ndarray, y: np.ndarray, m: int) -> np.ndarray:
-    """Counts (M, M): true class down, predicted class across."""
+    """Returns counts (M, M): true class down, predicted class across."""
     return np.bincount(y * m + classes, minlength=m * m).reshape(m, m)
 
 
 def recall(matrix: np.ndarray) -> np.ndarray:
-    """The share of each class (M,) that is found; NaN for a class that does not occur."""
+    """Returns the share of each class (M,) that is found; NaN for a class that does not occur."""
     counts = matrix.sum(1)
-    return divided(matrix.diagonal(), counts)
+    return ratio(matrix.diagonal(), counts)
 
 
-def divided(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
-    """Shares; NaN of nothing."""
+def ratio(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
+    """Returns parts / wholes; NaN if the whole is 0."""
     shares = np.full(len(wholes), math.nan)
     np.divide(parts, wholes, out=shares, where=wholes > 0)
     return shares
 
 
 def balanced_interval(matrix: np.ndarray) -> Interval:
-    """The interval of the mean recall, from Wilson's of each class by the rule of square and add.
+    """Returns the interval of the mean recall, from Wilson's of each class by square and add.
 
     With recalls p_k in [l_k, u_k], the K classes that occur being independent samples, the mean p lies
     in p − √Σ(p_k − l_k)²/K … p + √Σ(u_k − p_k)²/K (MOVER: Zou and Donner 2008, after Newcombe 1998).
@@ -106,7 +106,7 @@ def balanced_interval(matrix: np.ndarray) -> Interval:
 
 
 def auroc(scores: np.ndarray, positive: np.ndarray) -> float:
-    """The chance that a positive (N,) has a higher score than a negative, ties counting half; by ranks."""
+    """Returns the chance that a positive (N,) scores higher than a negative, ties counting half; by ranks."""
     n = int(positive.sum())
     rest = len(positive) - n
     if not n or not rest:
@@ -117,45 +117,45 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> float:
 
 
 def macro_auroc(probabilities: np.ndarray, y: np.ndarray) -> float:
-    """The mean over the classes of each against the rest; without a class that none has, or all have."""
+    """Returns the mean over classes, each against the rest; skips classes of no image or of all images."""
     each = [auroc(probabilities[:, k], y == k) for k in range(probabilities.shape[1])]
     defined = [value for value in each if not math.isnan(value)]
     return sum(defined) / len(defined) if defined else math.nan
 
 
 def reliability(confidence: np.ndarray, right: np.ndarray, bins: int = BINS) -> Reliability:
-    """Mean confidence and accuracy in bins ((b − 1)/B, b/B]."""
+    """Returns mean confidence and accuracy in bins ((b − 1)/B, b/B]."""
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     count = np.bincount(place, minlength=bins)
 
     def mean(values: np.ndarray) -> np.ndarray:
-        return divided(np.bincount(place, values, minlength=bins), count)
+        return ratio(np.bincount(place, values, minlength=bins), count)
 
     return Reliability(count, mean(confidence), mean(right.astype(np.float64)))
 
 
 def calibration_error(bins: Reliability) -> float:
-    """Expected calibration error: the mean gap of confidence and accuracy, by the images in each bin."""
+    """Returns the expected calibration error: the mean gap of confidence and accuracy, weighted by images."""
     gaps = np.abs(bins.confidence - bins.accuracy)
     return float(np.nansum(gaps * bins.images) / bins.images.sum())
 
 
 def as_json(scores: Scores, class_names: Sequence[str]) -> dict[str, Any]:
-    """The figures as JSON has them: what is not defined is None."""
+    """Returns the metrics for JSON, with None for undefined ones."""
     bins = scores.reliability
     return {
         "accuracy": scores.accuracy,
         "accuracy_95": list(scores.accuracy_interval),
         "balanced_accuracy": scores.balanced,
         "balanced_accuracy_95": list(scores.balanced_interval),
-        "auroc": known(scores.auroc),
-        "ece": known(scores.calibration_error),
+        "auroc": none_if_nan(scores.auroc),
+        "ece": none_if_nan(scores.calibration_error),
         "classes": [
             {
                 "name": name,
                 "images": int(scores.confusion[k].sum()),
-                "recall": known(scores.recall[k]),
-                "precision": known(scores.precision[k]),
+                "recall": none_if_nan(scores.recall[k]),
+                "precision": none_if_nan(scores.precision[k]),
             }
             for k, name in enumerate(class_names)
         ],
@@ -165,14 +165,14 @@ def as_json(scores: Scores, class_names: Sequence[str]) -> dict[str, Any]:
                 "from": b / len(bins.images),
                 "to": (b + 1) / len(bins.images),
                 "images": int(bins.images[b]),
-                "confidence": known(bins.confidence[b]),
-                "accuracy": known(bins.accuracy[b]),
+                "confidence": none_if_nan(bins.confidence[b]),
+                "accuracy": none_if_nan(bins.accuracy[b]),
             }
             for b in range(len(bins.images))
         ],
     }
 
 
-def known(figure: float) -> float | None:
-    """A figure, or None in the place of NaN."""
-    return None if math.isnan(figure) else float(figure)
+def none_if_nan(value: float) -> float | None:
+    """Returns the value, or None for NaN."""
+    return None if math.isnan(value) else float(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedhassle.errors import UserError, require
-from fedhassle.files import UNFINISHED, Stamp, file_name, stamp, try_out, write_json
+from fedhassle.files import UNFINISHED, Stamp, check_writable, file_name, stamp, write_json
 from fedhassle.provenance import machine
 from fedhassle.runs.record import Metrics, read_summary
 from fedhassle.runs.run import Identity
@@ -86,7 +86,7 @@ class Ledger:
     def require_writable(self) -> None:
         """Refuses a folder that cannot be written, before anything trains."""
         try:
-            try_out(self.folder)
+            check_writable(self.folder)
         except OSError as error:
             why = error.strerror or error
             message = f"cannot write results to {self.folder}: {why}: choose another folder with --results"

@@ -177,14 +177,12 @@ class Sweep:
             try:
                 lock = self._home(cell).with_suffix(".lock")
                 lock.parent.mkdir(parents=True, exist_ok=True)
-                lock.touch()
                 stack.enter_context(locked(lock))
-            except (BusyError, FileNotFoundError):  # another process trains it, or has just finished it
+            except BusyError:  # another process trains it, or has just finished it
                 self._elsewhere.append(cell)
                 return None
             self.ledger.refresh()
             if cell.identity in self.ledger:
-                lock.unlink(missing_ok=True)
                 return None
             try:
                 summary = self._result(cell)
@@ -193,7 +191,6 @@ class Sweep:
                     return None
                 job = make(cell, Folder(self._home(cell)))
             except Exception as error:
-                lock.unlink(missing_ok=True)
                 self._give_up(cell, error)
                 return None
             self._going.add(len(self._taken))
@@ -236,9 +233,7 @@ class Sweep:
         """Adds a finished run to the ledger, then removes its checkpoints and its lock."""
         self.ledger.add(summary, min(self.width, len(self.cells)))
         self.done.append(cell)
-        home = self._home(cell)
-        clear(Folder(home))
-        home.with_suffix(".lock").unlink(missing_ok=True)  # a process that waits finds it in the ledger
+        clear(Folder(self._home(cell)))
 
     def _home(self, cell: Cell) -> Path:
         """The run folder of a cell, the same for all experiments that share the run."""

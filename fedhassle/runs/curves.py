@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedhassle.data.picture_files import check_picture
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 from fedhassle.method import Method
 from fedhassle.runs.seeds import SeedGroup
 

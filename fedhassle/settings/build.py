@@ -82,7 +82,7 @@ def fingerprint(dataset: Dataset) -> str:
     if dataset.name in catalogue.CATALOGUE:
         return dataset.name
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
-    return dataset.content or catalogue.hashed(*arrays)
+    return dataset.content or catalogue.content_hash(*arrays)
 
 
 def build_dataset(settings: Settings, progress: bool = True) -> Dataset:

@@ -97,7 +97,7 @@ def test_folders_named_by_class(finished, images, data, tmp_path):
     (folder / "unlabelled" / "broken.png").touch()  # ignored: it has no label
     (folder / "notes.txt").touch()
     found, err = figures(tmp_path, finished[0], folder)
-    assert err == "skipped: 1\n  notes.txt: no image file (.txt)\n" and found["images"] == 40
+    assert err == "skipped: 1\n  notes.txt: not an image file (.txt)\n" and found["images"] == 40
     expected, _ = figures(tmp_path, finished[0], images)
     for name, made in found["predictions"].items():  # AUROC sums in another order
         assert made["confusion"] == expected["predictions"][name]["confusion"]
@@ -122,12 +122,12 @@ def test_unreadable_images_are_named_and_left_out(finished, data, tmp_path):
     saved(folder, data[0][:3], ["0/a.png", "0/b.png", "1/c.png"])
     (folder / "0" / "b.png").write_bytes(b"\x89PNG")
     found, err = figures(tmp_path, finished[0], folder)
-    assert found["images"] == 2 and err.startswith("skipped: 1\n  0/b.png: holds none of PNG")
+    assert found["images"] == 2 and err.startswith("skipped: 1\n  0/b.png: is not a PNG")
     assert [made["images"] for made in found["predictions"]["EM"]["classes"]] == [1, 1, 0, 0]
     (folder / "labels.csv").write_text("file,label\n0/a.png,0\n0/gone.png,1\n")
     found, err = figures(tmp_path, finished[0], folder)
     assert found["images"] == 1
-    assert err == "skipped: 1\n  0/gone.png: named by row 3 of labels.csv, but no such image is there\n"
+    assert err == "skipped: 1\n  0/gone.png: listed in row 3 of labels.csv, but the image does not exist\n"
 
 
 def test_conversions_are_listed_except_size_and_colours(finished, data, tmp_path):
@@ -143,7 +143,7 @@ def test_conversions_are_listed_except_size_and_colours(finished, data, tmp_path
     [
         (
             "file,label\na.png,0\na.png,zero\n",
-            "labels.csv: row 3 (a.png): the label 'zero' is none of the classes (0, 1, 2, 3)",
+            "labels.csv: row 3 (a.png): the label 'zero' is not one of the classes (0, 1, 2, 3)",
         ),
         ("name,class\na.png,0\n", "expected a header with one column 'file'"),
         ("", "labels.csv is empty"),
@@ -163,7 +163,7 @@ def test_a_folder_that_is_not_a_class_ends_with_code_2(finished, tmp_path):
     (tmp_path / "cats").mkdir()
     Image.new("L", (12, 12)).save(tmp_path / "cats" / "a.png")
     code, _, err = call("evaluate", finished[0], tmp_path)
-    assert code == 2 and "the folder 'cats' is none of the classes (0, 1, 2, 3)" in err
+    assert code == 2 and "the folder 'cats' is not one of the classes (0, 1, 2, 3)" in err
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_classes_match_by_name_if_both_sides_have_names():
     assert renumbered(y, ("b", "c", "a"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
     assert renumbered(y, ("b", "c", "a", "never"), ("a", "b", "c"), "x").tolist() == [1, 2, -1, 0]
     assert renumbered(y, None, ("a", "b", "c"), "x").tolist() == y.tolist()
-    with pytest.raises(UserError, match="x: class_names: label 1, 'd' is none of the classes"):
+    with pytest.raises(UserError, match="x: class_names: label 1, 'd' is not one of the classes"):
         renumbered(y, ("a", "d", "b"), ("a", "b", "c"), "x")
     with pytest.raises(UserError, match="x has the label 2; expected −1, or 0 to 1"):
         renumbered(y, None, ("a", "b"), "x")
@@ -223,7 +223,7 @@ def test_long_work_shows_a_progress_bar_on_a_terminal(finished, data, tmp_path, 
     words = ("evaluate", finished[0], tmp_path / "scans")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich treats this as a terminal
     assert call(*words)[2] == ""  # too few images for a bar
-    monkeypatch.setattr(images, "AT_ONCE", 7)
+    monkeypatch.setattr(images, "BATCH_SIZE", 7)
     code, _, err = call(*words)
     assert code == 0 and "images" in err and "/40" in err
 

@@ -105,7 +105,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_a_folder_of_images_is_sent_to_a_federation(tmp_path: Path) -> None:
-    """`data check` approves of one, and `run` has no use for it."""
+    """`data check` accepts a folder, `run` does not."""
     with pytest.raises(UserError, match=r"is a folder.*\.npz whose images all have labels.*federation join"):
         load(tmp_path)
 
@@ -118,7 +118,7 @@ def test_named_file_must_be_the_set_of_that_name(tmp_path: Path) -> None:
     ):
         load("cifar10", tmp_path)
     (tmp_path / "cifar10.npz").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"cifar10\.npz: .*remove the file"):
+    with pytest.raises(UserError, match=r"cifar10\.npz: .*delete the file"):
         load("cifar10", tmp_path)
 
 

@@ -36,31 +36,31 @@ def test_five_samples_in_the_order_of_their_class():
 
 def test_five_samples_member_by_member():
     """Of class 0 (4 2 0) two and one, of class 1 (3 1) none and two; then 4 2 | 0 3 1, each reversed."""
-    group = cuts.Group(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
-    order = cuts._member_by_member(group, np.array([[2, 1], [0, 2]]), Reversing())
+    pool = cuts.Pool(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
+    order = cuts._member_by_member(pool, np.array([[2, 1], [0, 2]]), Reversing())
     assert order.tolist() == [2, 4, 1, 3, 0]
 
 
 def test_five_samples_in_class_order():
     """Of class 0 (0 2 4) two and one, of class 1 (1 3) none and two: 0 2 | 4 1 3."""
-    group = cuts.Group(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
-    assert cuts._in_class_order(group, np.arange(5), np.array([[2, 1], [0, 2]])).tolist() == [0, 2, 4, 1, 3]
+    pool = cuts.Pool(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
+    assert cuts._in_class_order(pool, np.arange(5), np.array([[2, 1], [0, 2]])).tolist() == [0, 2, 4, 1, 3]
 
 
 def test_five_samples_of_which_one_is_moved():
     """Sample 2, the last of the third member, goes to the first, which had none."""
     cut = cuts.Cut(np.array([3, 0, 4, 1, 2]), np.array([0, 1, 4]))
-    fed = cuts._fed(cut, np.array([1, 1, 1]), Reversing())
-    assert fed.order.tolist() == [2, 3, 0, 4, 1] and fed.sizes.tolist() == [1, 1, 3]
+    filled = cuts._topped_up(cut, np.array([1, 1, 1]), Reversing())
+    assert filled.order.tolist() == [2, 3, 0, 4, 1] and filled.sizes.tolist() == [1, 1, 3]
 
 
 def test_who_has_most_to_spare_gives_first_and_its_last_samples():
     """Of 6 and 3 samples 5 and 2 are to spare: the first gives three, again at the tie, then the second."""
     cut = cuts.Cut(np.arange(9), np.array([6, 3, 0]))
-    fed = cuts._fed(cut, np.array([1, 1, 4]), Reversing())
-    assert fed.sizes.tolist() == [2, 3, 4] and fed.order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
-    fed = cuts._fed(cut, np.array([1, 1, 5]), Reversing())
-    assert fed.sizes.tolist() == [2, 2, 5] and fed.order.tolist() == [0, 1, 6, 7, 2, 3, 4, 5, 8]
+    filled = cuts._topped_up(cut, np.array([1, 1, 4]), Reversing())
+    assert filled.sizes.tolist() == [2, 3, 4] and filled.order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
+    filled = cuts._topped_up(cut, np.array([1, 1, 5]), Reversing())
+    assert filled.sizes.tolist() == [2, 2, 5] and filled.order.tolist() == [0, 1, 6, 7, 2, 3, 4, 5, 8]
 
 
 def test_five_samples_in_a_mixed_order(monkeypatch):
@@ -132,8 +132,8 @@ def test_searching_many_draws_at_once_finds_what_one_after_the_other_does(member
     random = np.random.default_rng(members)
     classes = random.integers(0, 10, 1003)
     targets = np.array([len(part) for part in np.array_split(classes, members)])
-    group = cuts.Group(classes, 10, targets, np.ones(members, int))
-    cut = cuts._cut_in_groups(group, 0.1, np.random.RandomState(members))
+    pool = cuts.Pool(classes, 10, targets, np.ones(members, int))
+    cut = cuts._cut_by_nines(pool, 0.1, np.random.RandomState(members))
     parts = np.split(classes[cut.order], np.cumsum(cut.sizes)[:-1])
     expected, draws = one_draw_after_the_other(classes, members, 0.1, np.random.RandomState(members))
     assert draws > (members > 2)  # some draws were not fit

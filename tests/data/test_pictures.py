@@ -173,7 +173,11 @@ def test_a_sliver_is_read(saved):
 def test_what_is_no_file_is_not_opened(tmp_path):
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")  # would be waited for
-    for name, message in [("folder.png", "is no file"), ("pipe.png", "is no file"), ("no.png", "not exist")]:
+    for name, message in [
+        ("folder.png", "is not a file"),
+        ("pipe.png", "is not a file"),
+        ("no.png", "not exist"),
+    ]:
         with pytest.raises(UnusableError, match=message):
             read_picture(tmp_path / name, 12, 12, 1)
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from small import PNG, call, environment
 
-from fedhassle.data.site.contact_sheet import EXAMPLES, chosen, draw_examples
+from fedhassle.data.site.contact_sheet import EXAMPLES, draw_examples, examples_of
 from fedhassle.data.site.survey import survey
 from fedhassle.federation.agreement import Agreement, DataTerms, write_agreement
 
@@ -52,7 +52,7 @@ def test_counts_problems_and_a_picture(folder, tmp_path):
     assert "formats  PNG 5, JPEG 1" in out and "modes    RGB 4, L 1, CMYK 1" in out
     assert "sizes    10×10 5, 20×30 1" in out
     assert "converted: CMYK to RGB: 1 image\n  dog/5.jpg" in out
-    assert "skipped: 1\n  cat/7.png: holds none of PNG" in out
+    assert "skipped: 1\n  cat/7.png: is not a PNG" in out
     assert "agreed size" not in out and "grey" not in out  # nothing is agreed
     assert (tmp_path / "x.png").read_bytes().startswith(PNG) and f"picture  {tmp_path / 'x.png'}" in out
 
@@ -99,9 +99,9 @@ def test_classes_that_may_be_none_are_noted(tmp_path):
     out = call("data", "check", place, "--picture", tmp_path / "x.png")[1]
     assert "no problems" not in out
     assert [line for line in out.splitlines() if line.startswith("note: ")] == [
-        "note: called like a missing label: '-', '?', 'NA', 'nan' (where there is none, leave it blank)",
-        "note: '1' and '1.0' differ by capitals or “.0” alone: are they one class?",
-        "note: 'Cat' and 'cat' differ by capitals or “.0” alone: are they one class?",
+        "note: looks like a missing label: '-', '?', 'NA', 'nan' (leave the label blank instead)",
+        "note: '1' and '1.0' differ only in capitals or “.0”: are they one class?",
+        "note: 'Cat' and 'cat' differ only in capitals or “.0”: are they one class?",
     ]
 
 
@@ -123,7 +123,7 @@ def test_paths_are_printed_as_they_are(folder, tmp_path):
     (folder / "cat" / "[bold] :smile:.png").touch()
     picture = tmp_path / "[bold] :smile:.png"
     code, out, _ = call("data", "check", folder, "--picture", picture)
-    assert code == 0 and f"picture  {picture}\n" in out and "\n  cat/[bold] :smile:.png: holds none" in out
+    assert code == 0 and f"picture  {picture}\n" in out and "\n  cat/[bold] :smile:.png: is not a PNG" in out
 
 
 def test_an_npz_is_checked_too(tmp_path):
@@ -179,8 +179,8 @@ def test_the_sheet_shows_the_images_of_each_class_in_its_row(tmp_path):
 
 def test_examples_are_spread_over_a_class():
     y = np.array([0, 1] * 50)
-    assert chosen(y, 1) == list(range(1, 100, 10)) and len(chosen(y, 1)) == EXAMPLES
-    assert chosen(np.array([0, 1, 1]), 1) == [1, 2] and chosen(y, 5) == []
+    assert examples_of(y, 1) == list(range(1, 100, 10)) and len(examples_of(y, 1)) == EXAMPLES
+    assert examples_of(np.array([0, 1, 1]), 1) == [1, 2] and examples_of(y, 5) == []
 
 
 def test_the_check_does_not_wait_for_pytorch(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The file that keeps a split, its hash, and what is refused."""
+"""The file format of splits: saving, loading, the hash, and damaged files."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_damage_is_noticed(tmp_path):
             loaded = Split.load(path)
         except UserError as error:
             noticed += 1
-            assert "make the split anew" in str(error)
+            assert "make the split again" in str(error)
         else:  # a bit that means nothing, such as one of a time stamp
             assert loaded.hash == truth.hash
     assert noticed > 100
@@ -82,7 +82,7 @@ def test_damage_is_noticed(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 nor this"])
 def test_foreign_files_are_refused(tmp_path, content):
     (tmp_path / "split.npz").write_bytes(content)
-    with pytest.raises(UserError, match="no split or is damaged"):
+    with pytest.raises(UserError, match="not a split, or is damaged"):
         Split.load(tmp_path / "split.npz")
 
 
@@ -91,7 +91,7 @@ def test_other_arrays_are_refused(tmp_path):
     np.save(tmp_path / "plain.npy", np.arange(3))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
     for path in tmp_path.iterdir():
-        with pytest.raises(UserError, match="no split or is damaged"):
+        with pytest.raises(UserError, match="not a split, or is damaged"):
             Split.load(path)
 
 
@@ -107,13 +107,13 @@ def test_changed_rows_are_refused(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"there is no split at .*absent\.npz; .* fedhassle split --save"):
+    with pytest.raises(UserError, match=r"no split at .*absent\.npz"):
         Split.load(tmp_path / "absent.npz")
 
 
 def test_check_refuses_rows_beyond_and_rows_used_twice():
     EXAMPLE.check(5)
-    with pytest.raises(UserError, match="uses row 4, the data set has 4 rows"):
+    with pytest.raises(UserError, match=r"uses row 4, .* 4 rows"):
         EXAMPLE.check(4)
     with pytest.raises(UserError, match="uses row -1"):
         Split((np.array([-1]),), (np.array([2]),)).check(4)

@@ -123,7 +123,7 @@ def test_a_test_set_that_cannot_be_used_is_refused_before_the_run(coordinator, p
     (pictures / "cow").mkdir()
     (pictures / "cat" / "1.png").rename(pictures / "cow" / "1.png")
     np.savez(tmp_path / "bare.npz", x=np.zeros((2, 12, 12), np.uint8), y=[-1, -1])
-    for name, message in (("empty", "holds no images"), ("images", "'cow' is none of the classes")):
+    for name, message in (("empty", "holds no images"), ("images", "'cow' is not one of the classes")):
         code, _, err = call("federation", "run", coordinator, "--test", tmp_path / name)
         assert code == 2 and message in err and "no server answers" not in err
     code, _, err = call("federation", "run", coordinator, "--test", tmp_path / "bare.npz")

@@ -512,7 +512,7 @@ def test_a_node_reads_a_folder_and_logs_its_problems(tmp_path, caplog):
     with pytest.raises(UserError, match="lacks data, memory"):
         site_node({"site": "north", "file": "x"})
     (folder / "a").rename(folder / "cow")
-    with pytest.raises(UserError, match="'cow' is none of the classes"):
+    with pytest.raises(UserError, match="'cow' is not one of the classes"):
         site_node({**config, "memory": str(tmp_path / "memory")})
 
 

@@ -144,7 +144,7 @@ def test_init_notes_classes_that_may_be_none(tmp_path):
         Image.new("L", (16, 16)).save(tmp_path / "images" / f"{k}.png")
     (tmp_path / "images" / "labels.csv").write_text("file,label\n0.png,cat\n1.png,Cat\n2.png,N/A\n")
     code, out, _ = init(tmp_path / "a", "--from-folder", tmp_path / "images")
-    assert code == 0 and "note: called like a missing label: 'N/A'" in out and "'Cat' and 'cat' differ" in out
+    assert code == 0 and "note: looks like a missing label: 'N/A'" in out and "'Cat' and 'cat' differ" in out
     assert "note: " not in init(tmp_path / "b", "--classes", "cat,dog", "--size", "16")[1]
 
 

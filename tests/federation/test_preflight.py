@@ -298,7 +298,7 @@ def test_the_data(tmp_path):
     assert check.ok and check.said == "1 image, 1 labelled; 1 skipped: 2.png" and len(site.y) == 1
     (place / "cat").rename(place / "cow")
     check, site = checks.check_data(place, AGREEMENT)
-    assert not check.ok and site is None and "'cow' is none of the classes" in check.said
+    assert not check.ok and site is None and "'cow' is not one of the classes" in check.said
 
 
 def test_all_checks(papers, tmp_path):

@@ -1,4 +1,4 @@
-"""What the code under test must equal, spelt out in float64 NumPy.
+"""Reference implementations in float64, which the code under test must equal.
 
 The networks are linear, f(x; w) = W·x + b with w = (W, b) in one vector, so that f is a matrix product and
 its gradient is by hand: with G the gradient of a loss by the logits (B, M), ∂W = Gᵀ·X and ∂b = Σ_i G_i.
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small
 import torch
+import torch.nn.functional as F
 
 from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
 
@@ -57,6 +58,25 @@ def normed_vector(rng):
     weights = [flat(rng.normal(size=(M, D)), rng.normal(size=M)), rng.uniform(0.5, 2, D), room]
     statistics = [rng.normal(size=D), room, rng.uniform(0.5, 2, D), room]
     return np.concatenate([*weights, rng.normal(size=D), room]), np.concatenate(statistics)
+
+
+def lenet(vector, x, width, classes=small.CLASSES):
+    """LeNet of a flat vector: kernels (out, height, width, in), then the bias, layer by layer.
+
+    Each is followed by zeros up to a multiple of eight entries.
+    """
+    c1, c2, d1, d2 = (-(-n // width) for n in (6, 16, 120, 84))
+    flat = c2 * ((x.shape[2] // 2 - 4) // 2) * ((x.shape[3] // 2 - 4) // 2)
+    shapes = [(c1, 5, 5, 1), (c1,), (c2, 5, 5, c1), (c2,), (d1, flat), (d1,), (d2, d1), (d2,)]
+    shapes += [(classes, d2), (classes,)]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    rooms = [size + -size % 8 for size in sizes]
+    assert sum(rooms) == vector.numel()
+    parts = zip(vector.double().split(rooms), sizes, shapes, strict=True)
+    p = [part[:size].reshape(shape) for part, size, shape in parts]
+    x = F.max_pool2d(F.conv2d(x, p[0].permute(0, 3, 1, 2), p[1], padding=2).relu(), 2)
+    x = F.max_pool2d(F.conv2d(x, p[2].permute(0, 3, 1, 2), p[3]).relu(), 2).flatten(1)
+    return F.linear(F.linear(F.linear(x, p[4], p[5]).relu(), p[6], p[7]).relu(), p[8], p[9])
 
 
 def pull_back(x, G):

@@ -12,7 +12,7 @@ from small import call
 import fedhassle
 from fedhassle.data.site.folder import ImageForm, read_site
 from fedhassle.data.site.pictures import read_picture
-from fedhassle.predict import images
+from fedhassle.predict import images as inputs
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_unreadable_images_are_named_and_have_no_class(finished, photos):
 def test_an_image_named_by_mistake_is_no_crash(finished, photos):
     (photos / "scan.dcm").write_bytes(b"\0" * 128 + b"DICM")
     lines, err = predicted(finished[0], photos / "scan.dcm", photos / "a.png")
-    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm: holds none of PNG" in err
+    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm: is not a PNG" in err
 
 
 def test_what_a_folder_holds_beside_images_is_said(finished, photos):
@@ -152,7 +152,7 @@ def test_what_a_folder_holds_beside_images_is_said(finished, photos):
         (photos / name).touch()
     lines, err = predicted(finished[0], photos)
     assert len(lines) == 3
-    assert err == f"skipped: 1\n  {photos / 'a.dcm'}: no image file (.dcm), and 1 more like it\n"
+    assert err == f"skipped: 1\n  {photos / 'a.dcm'}: not an image file (.dcm), and 1 more like it\n"
 
 
 def test_what_was_done_to_images_is_said_once_for_all(finished, photos, pixels):
@@ -161,7 +161,7 @@ def test_what_was_done_to_images_is_said_once_for_all(finished, photos, pixels):
     Image.fromarray(np.stack([pixels[0]] * 3, -1)).resize((30, 20)).save(photos / "large.png")
     lines, err = predicted(finished[0], photos)
     assert len(lines) == 4 and err.splitlines() == [
-        "converted: 16 bits: the upper 8 stay: 2 images",  # nothing of sizes: any model has one
+        "converted: 16 bits: upper 8 kept: 2 images",  # nothing of sizes: any model has one
         *(f"  {photos / name}" for name in ("a.png", "b.png")),
     ]
 
@@ -209,7 +209,7 @@ def test_names_that_are_no_text_come_out_as_their_bytes(finished, photos, tmp_pa
 def test_many_images_go_in_batches_and_in_their_order(finished, tmp_path, pixels, monkeypatch):
     np.save(tmp_path / "x.npy", pixels)
     whole, _ = predicted(finished[0], tmp_path / "x.npy")
-    monkeypatch.setattr(images, "AT_ONCE", 7)
+    monkeypatch.setattr(inputs, "BATCH_SIZE", 7)
     lines, err = predicted(finished[0], tmp_path / "x.npy")
     assert err == "" and [line["file"] for line in lines] == [f"{tmp_path / 'x.npy'}[{i}]" for i in range(40)]
     assert [line["class"] for line in lines] == [line["class"] for line in whole]
@@ -219,7 +219,7 @@ def test_long_work_shows_a_bar_on_a_terminal_and_the_csv_stays_plain(finished, i
     plain = call("predict", finished[0], images)
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
     assert call("predict", finished[0], images) == plain  # short work
-    monkeypatch.setattr(images, "AT_ONCE", 7)
+    monkeypatch.setattr(inputs, "BATCH_SIZE", 7)
     code, out, err = call("predict", finished[0], images)
     assert code == 0 and "\x1b" not in out and len(out.splitlines()) == 41
     assert "images" in err and "/40" in err

@@ -7,30 +7,11 @@ import numpy as np
 import pytest
 import small
 import torch
-import torch.nn.functional as F
+from by_hand import lenet
 from small import call, metrics_of, tensors_of
 
 import fedhassle
 from fedhassle.nets import IMAGES_A_PASS
-
-
-def lenet(vector, x, width, classes=small.CLASSES):
-    """LeNet of a flat vector: kernels (out, height, width, in), then the bias, layer by layer.
-
-    Each is followed by zeros up to a multiple of eight entries.
-    """
-    c1, c2, d1, d2 = (-(-n // width) for n in (6, 16, 120, 84))
-    flat = c2 * ((x.shape[2] // 2 - 4) // 2) * ((x.shape[3] // 2 - 4) // 2)
-    shapes = [(c1, 5, 5, 1), (c1,), (c2, 5, 5, c1), (c2,), (d1, flat), (d1,), (d2, d1), (d2,)]
-    shapes += [(classes, d2), (classes,)]
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    rooms = [size + -size % 8 for size in sizes]
-    assert sum(rooms) == vector.numel()
-    parts = zip(vector.double().split(rooms), sizes, shapes, strict=True)
-    p = [part[:size].reshape(shape) for part, size, shape in parts]
-    x = F.max_pool2d(F.conv2d(x, p[0].permute(0, 3, 1, 2), p[1], padding=2).relu(), 2)
-    x = F.max_pool2d(F.conv2d(x, p[2].permute(0, 3, 1, 2), p[3]).relu(), 2).flatten(1)
-    return F.linear(F.linear(F.linear(x, p[4], p[5]).relu(), p[6], p[7]).relu(), p[8], p[9])
 
 
 def test_the_model_predicts_what_the_evaluation_said(finished, images):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import small
 import torch
+from by_hand import lenet
 from small import call
-from test_model import lenet
 from torch import nn
 
 import fedhassle
@@ -17,6 +17,7 @@ from fedhassle.data.views import make_views
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.nets import LeNet, Net, ResNet8
+from fedhassle.predict import onnx as export
 from fedhassle.predict.model import TrainedModel
 from fedhassle.predict.onnx import export_onnx
 
@@ -168,17 +169,15 @@ def test_a_network_that_cannot_be_exported_leaves_what_was_there(build, message,
 
 
 def test_a_file_that_predicts_something_else_is_not_put_in_its_place(finished, tmp_path, monkeypatch):
-    from fedhassle.predict import onnx
-
-    def spoilt(path, words, describe=onnx.describe):
-        describe(path, words)
+    def spoilt(path, properties, describe=export.describe):
+        describe(path, properties)
         made = onnx.load(path)
         weights = max(made.graph.initializer, key=lambda tensor: int(np.prod(tensor.dims)))
         values = onnx.numpy_helper.to_array(weights) * 1.01
         weights.CopyFrom(onnx.numpy_helper.from_array(values, weights.name))
         onnx.save(made, path)
 
-    monkeypatch.setattr(onnx, "describe", spoilt)
+    monkeypatch.setattr(export, "describe", spoilt)
     code, out, err = call("export", finished[0], tmp_path / "x.onnx", "--onnx")
     assert code == 2 and "differs from PyTorch by" in err and "nothing is written" in err and out == ""
     assert not list(tmp_path.iterdir())

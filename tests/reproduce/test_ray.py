@@ -342,7 +342,7 @@ def test_tasks_give_the_same_results_and_a_failure_stops_no_other(made, tiny, tm
     for seed in (0, 1):
         (line,) = {line for line in lines if line.startswith(f"tiny wild-{seed} failed: round ")}
         assert line.endswith(", 127.0.0.1)")  # the machine, which listens on localhost alone
-    assert "left: 2 of 4 runs" in out and len(list((tmp_path / "runs").glob("*.lock"))) == 2
+    assert "left: 2 of 4 runs" in out and not list((tmp_path / "runs").glob("*.lock"))
 
 
 @linux

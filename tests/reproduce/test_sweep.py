@@ -392,7 +392,7 @@ def test_a_failure_does_not_stop_the_others(tiny, tmp_path):
     assert re.search(r"^tiny 0.5-fedavg-0 failed: round \d: the updates of all clients", out, re.MULTILINE)
     assert "\ntiny none-fedavg-0 failed: split.labels='10%' is a layout of 20 clients" in out
     assert "left: 2 of 3 runs" in out and "missing" in out
-    assert len(list((tmp_path / "runs").glob("*.lock"))) == 1  # of the one that had begun
+    assert not list((tmp_path / "runs").glob("*.lock"))
 
 
 def test_a_failed_download_is_tried_once(tiny, tmp_path, monkeypatch):

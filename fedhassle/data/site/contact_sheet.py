@@ -1,4 +1,4 @@
-"""A contact sheet: a few images of each class, and of those without a label."""
+"""A contact sheet: a few images of each class, and a few without a label."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedhassle.data.npz import Images, Labels
-from fedhassle.data.picture_files import check_picture
 from fedhassle.data.site.folder import SiteData
 from fedhassle.data.split.dots import shortened
-from fedhassle.files import atomic
+from fedhassle.files import atomic, check_picture
 
-EXAMPLES = 10  # of a class
+EXAMPLES = 10  # per class
 CELL = 0.6  # inches, the longer side of an image
-GAP = 0.06  # between images, of their longer side
+GAP = 0.06  # between images, as a share of their longer side
 TICK_SIZE = 8  # points
 FORMATS = (".png",)
 
 
 def draw_examples(site: SiteData, class_names: Sequence[str], path: Path) -> None:
-    """Draws a row of examples for each class, those without a label last, and writes their numbers beside."""
+    """Draws a row of examples and the number of images for each class; images without a label come last."""
     check_picture(path, FORMATS)
     labels = [*range(len(class_names)), *([-1] if (site.y < 0).any() else [])]
     names = [shortened(class_names[k]) if k >= 0 else "unlabelled" for k in labels]
     texts = [f"{name}  {np.count_nonzero(site.y == k):,}" for k, name in zip(labels, names, strict=True)]
-    sheet, pitch = _sheet([site.x[chosen(site.y, k)] for k in labels], site.x.shape[1:])
-    inches = CELL / max(site.x.shape[1:3])  # of a pixel
+    sheet, pitch = _sheet([site.x[examples_of(site.y, k)] for k in labels], site.x.shape[1:])
+    inches = CELL / max(site.x.shape[1:3])  # per pixel
     size = (sheet.shape[1] * inches + 2.5, sheet.shape[0] * inches + 0.3)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
@@ -42,8 +41,8 @@ def draw_examples(site: SiteData, class_names: Sequence[str], path: Path) -> Non
         figure.savefig(temporary, dpi=160)
 
 
-def chosen(y: Labels, label: int) -> list[int]:
-    """Some images of a class, spread over all of them."""
+def examples_of(y: Labels, label: int) -> list[int]:
+    """Returns the indices of some images of a class, spread over all of them."""
     members = np.flatnonzero(y == label)
     if len(members) <= EXAMPLES:
         return [int(member) for member in members]
@@ -51,7 +50,7 @@ def chosen(y: Labels, label: int) -> list[int]:
 
 
 def _sheet(rows: Sequence[Images], shape: tuple[int, ...]) -> tuple[Images, int]:
-    """All examples as one RGB picture on white, and how many pixels lie from a row to the next."""
+    """Returns all examples as one RGB picture on white, and the distance of its rows in pixels."""
     height, width, _ = shape
     gap = max(1, round(GAP * max(height, width)))
     columns = max(1, *(len(row) for row in rows)) if rows else 1

@@ -1,1 +1,1 @@
-"""Splits: who holds which samples, and which of them are labelled."""
+"""Splits of a training set among clients, with and without labels."""

@@ -1,4 +1,4 @@
-"""Who holds how many labels: the layouts of the paper, and explicit ones."""
+"""Layouts: the number of labels at each client, as in the paper or given explicitly."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,21 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def kind_of(labelled: int, unlabelled: int) -> Kind:
-    """The kind of a client with so many samples."""
+    """Returns the kind of a client with these numbers of samples."""
     if not labelled:
         return "unlabelled"
     return "partial" if unlabelled else "full"
 
 
 class Holding(NamedTuple):
-    """How many labelled and unlabelled samples one client holds."""
+    """The numbers of labelled and unlabelled samples of one client."""
 
     labelled: int
     unlabelled: int
 
     @property
     def size(self) -> int:
-        """All the client's samples, n_k."""
+        """The number of all samples, n_k."""
         return self.labelled + self.unlabelled
 
     @property
@@ -41,7 +41,7 @@ class Holding(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """How many clients there are of each kind, and the labelled share of the whole data set."""
+    """The number of clients of each kind, and the labelled share of the whole data set."""
 
     full: int = 0
     partial: int = 0
@@ -50,7 +50,7 @@ class Mix(NamedTuple):
 
     @property
     def clients(self) -> int:
-        """All clients."""
+        """The number of all clients."""
         return self.full + self.partial + self.unlabelled
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ PAPER = {
 def layout(
     labels: LabelLayout, samples: int, clients: int = 20, size: int | None = None
 ) -> tuple[Holding, ...]:
-    """What each client holds, in the order full, partial, unlabelled or in that of a list of shares."""
+    """Returns the holdings of all clients: full, partial, then unlabelled ones, or in the order of a list."""
     sizes = client_sizes(samples, clients, size)
     if isinstance(labels, str):
         labelled = _labels_of_mix(_named(labels, clients), sizes, samples)
@@ -86,7 +86,7 @@ def layout(
 
 
 def client_sizes(samples: int, clients: int, size: int | None = None) -> Counts:
-    """Equal sizes n_k: `size`, or an even share of all samples where the first clients take the rest."""
+    """Returns equal sizes n_k: `size`, or an even share of all samples (the first get the remainder)."""
     _require_whole("split.clients", clients)
     if clients > samples:
         raise UserError(f"{clients} clients cannot share {samples} samples; take at most {samples} clients")
@@ -96,16 +96,16 @@ def client_sizes(samples: int, clients: int, size: int | None = None) -> Counts:
     _require_whole("split.size", size)
     if size * clients > samples:
         raise UserError(
-            f"{clients} clients of split.size={size} need {size * clients} samples, there are {samples}; "
+            f"{clients} clients of split.size={size} need {size * clients} samples, but there are {samples}; "
             f"take split.size={samples // clients} or less, or fewer clients"
         )
     return np.full(clients, size, dtype=np.int64)
 
 
 def thinned(unlabelled: Counts, labelled: int, ratio: float) -> Counts:
-    """Unlabelled counts cut in proportion to ratio·|D_L| in all; nobody who had some is left with none.
+    """Reduces unlabelled counts in proportion to ratio·|D_L| in total; a client with some keeps at least one.
 
-    The counts never fall as the ratio grows, so the data of a smaller ratio lie within those of a larger.
+    Counts never fall as the ratio grows, so the data of a smaller ratio are a subset of those of a larger.
     """
     total = int(unlabelled.sum())
     if total == 0:
@@ -120,10 +120,10 @@ def thinned(unlabelled: Counts, labelled: int, ratio: float) -> Counts:
 
 
 def apportion(capacity: Counts, total: int) -> Counts:
-    """Divides a total in proportion to the capacities, at least one for each that has any.
+    """Divides a total in proportion to the capacities, with at least one for each that is not zero.
 
-    Units are dealt in one fixed order (the divisor method of Webster), which makes the counts grow with
-    the total; rounding shares one by one would not.
+    Units are dealt in one fixed order (Webster's divisor method), so that counts grow with the total;
+    rounding each share would not ensure that.
     """
     owner, rank = units(capacity)
     turn = np.where(rank == 0, 0.0, (rank + 0.5) / capacity[owner])
@@ -132,16 +132,16 @@ def apportion(capacity: Counts, total: int) -> Counts:
 
 
 def units(counts: Counts) -> tuple[Counts, Counts]:
-    """Every single unit of the counts, owner after owner: whose it is, and its rank from 0 there."""
+    """Lists every unit of the counts, owner by owner: its owner, and its rank from 0 among the owner's."""
     owner = np.repeat(np.arange(counts.size), counts)
     return owner, np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
 
 
 def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts) -> Counts:
-    """Labelled counts for clients whose sizes came out other than planned.
+    """Returns labelled counts for clients whose sizes differ from the plan.
 
-    A list of shares is taken of the real sizes. Otherwise full clients label all they hold, and the rest
-    of the planned labels is spread over the partial clients in proportion to their sizes.
+    A list of shares applies to the actual sizes. Otherwise full clients label everything, and the remaining
+    planned labels are spread over the partial clients in proportion to their sizes.
     """
     kinds = np.array([holding.kind for holding in holdings])
     partial = kinds == "partial"
@@ -156,7 +156,7 @@ def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts) 
     room = sizes[partial] - 1
     if not room.size <= rest <= room.sum():
         raise UserError(
-            f"the sizes drawn leave {rest} of {planned} labels to {room.size} partial clients that can take "
+            f"the drawn sizes leave {rest} of {planned} labels to {room.size} partial clients that can take "
             f"{room.size} to {room.sum()}; try another split.seed, split.kind=balanced, or another share "
             f"({'larger' if rest < room.size else 'smaller'} than now)"
         )
@@ -165,7 +165,7 @@ def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts) 
 
 
 def _labels_of_mix(mix: Mix, sizes: Counts, samples: int) -> Counts:
-    """Full clients label all they hold, the partial ones share the rest of the budget equally."""
+    """Returns labelled counts: full clients label everything, partial ones share the rest equally."""
     if mix.full + mix.partial == 0:
         raise UserError(f"split.labels={mix} has no labels to learn from; add a full or a partial client")
     labelled = np.where(np.arange(sizes.size) < mix.full, sizes, 0)
@@ -182,15 +182,15 @@ def _labels_of_mix(mix: Mix, sizes: Counts, samples: int) -> Counts:
 
 
 def _require_budget(mix: Mix, rest: int, sizes: Counts, samples: int) -> None:
-    """Refuses a share that the full and partial clients cannot hold."""
+    """Raises for a share that the full and partial clients cannot hold."""
     held = int(sizes[: mix.full].sum())
     room = int((sizes[mix.full : mix.full + mix.partial] - 1).sum())
     if room < mix.partial:
         raise UserError(
-            f"a partial client needs 2 samples, one to label and one to leave, but {sizes.size} clients hold "
+            f"a partial client needs 2 samples, one with a label and one without; {sizes.size} clients hold "
             f"{sizes[-1]} each; take at most {samples // 2} clients, or a larger split.size"
         )
-    # Without partial clients the budget is what the full ones hold: only their rounding may differ.
+    # Without partial clients the full ones hold the whole budget: only rounding may differ.
     slack = mix.full if mix.partial == 0 else 0
     low, high = mix.partial - slack, room + slack
     if not low <= rest <= high:
@@ -204,10 +204,10 @@ def _require_budget(mix: Mix, rest: int, sizes: Counts, samples: int) -> None:
 
 
 def _labels_of_shares(labels: Sequence[float], sizes: Counts) -> Counts:
-    """Each client's own share of its size, rounded."""
+    """Returns each client's share of its size, rounded."""
     if not isinstance(labels, Sequence | np.ndarray):
         raise UserError(
-            f"split.labels={labels!r} is no layout; take a name ({', '.join(PAPER)}), a list of shares, or "
+            f"split.labels={labels!r} is not a layout; take one of {', '.join(PAPER)}, a list of shares, or "
             f"{Mix(partial=sizes.size, share=0.1)}"
         )
     if len(labels) != sizes.size:
@@ -232,7 +232,7 @@ def _labels_of_shares(labels: Sequence[float], sizes: Counts) -> Counts:
 
 
 def _named(name: str, clients: int) -> Mix:
-    """The paper's layout of that name, which is one for 20 clients."""
+    """Returns the paper's layout of that name, which needs 20 clients."""
     if name not in PAPER:
         example = _scaled(PAPER["10%"], clients)
         raise UserError(
@@ -247,7 +247,7 @@ def _named(name: str, clients: int) -> Mix:
 
 
 def _scaled(mix: Mix, clients: int) -> Mix:
-    """A layout like the given one for another number of clients, which always has room for its labels."""
+    """Scales a layout to another number of clients, such that its labels always fit."""
     full = mix.full * clients // PAPER_CLIENTS  # rounded down: the budget must not run out on full clients
     if mix.partial == 0:
         full = max(full, 1)
@@ -259,7 +259,7 @@ def _scaled(mix: Mix, clients: int) -> Mix:
 
 
 def _explicit(labels: Mapping[str, float], clients: int) -> Mix:
-    """A layout written as counts of clients and a share."""
+    """Returns the layout given as counts of clients and a share."""
     unknown = [key for key in labels if key not in Mix._fields]
     if unknown:
         raise UserError(f"split.labels has no {unknown[0]!r}; take {', '.join(Mix._fields)}")
@@ -273,20 +273,20 @@ def _explicit(labels: Mapping[str, float], clients: int) -> Mix:
     mix = Mix(full, partial, unlabelled, None if share is None else float(share))
     if mix.clients != clients:
         raise UserError(
-            f"split.labels={mix} counts {mix.clients} clients, split.clients is {clients}; "
+            f"split.labels={mix} counts {mix.clients} clients, but split.clients is {clients}; "
             f"make the counts add up to {clients}, or set split.clients={mix.clients}"
         )
     return mix
 
 
 def _require_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuses what is no whole number of at least `least`."""
+    """Raises unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def _require_share(name: str, value: object) -> None:
-    """Refuses what is no number from 0 to 1; nan is none."""
+    """Raises unless the value is a number from 0 to 1; NaN is not."""
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1:  # type: ignore[operator]
         raise UserError(f"{name} must be a number from 0 to 1, got {value!r}")

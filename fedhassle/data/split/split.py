@@ -1,4 +1,4 @@
-"""How a training set is divided among clients, and the file that keeps the division."""
+"""Splits of a training set among clients, their file format, and their table."""
 
 import hashlib
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedhassle.data.split.cuts import SPLIT_KINDS, Group, Rows, Seed, shuffled_by
+from fedhassle.data.split.cuts import SPLIT_KINDS, Pool, Rows, Seed, shuffled_by
 from fedhassle.data.split.layout import Holding, LabelLayout, layout, relabelled, thinned, units
 from fedhassle.errors import UserError
 from fedhassle.files import atomic
@@ -22,11 +22,11 @@ class Split:
 
     labelled: tuple[Rows, ...]
     unlabelled: tuple[Rows, ...]
-    notes: tuple[str, ...] = ()  # what a reader should know, such as that a fall-back was used
+    notes: tuple[str, ...] = ()  # for the reader, such as that a fallback was used
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the rows and their boundaries; the notes do not count."""
+        """SHA-256 of the rows and their boundaries, without the notes."""
         digest = hashlib.sha256()
         for parts in (self.labelled, self.unlabelled):
             for array in _joined(parts):
@@ -35,33 +35,32 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The clients' names, counted from 1."""
+        """The names of the clients, numbered from 1."""
         return tuple(f"client {k}" for k in range(1, len(self.labelled) + 1))
 
     def check(self, samples: int) -> None:
-        """Refuses rows beyond the training set and rows used twice."""
+        """Raises if a row lies beyond the training set or is used twice."""
         rows, _ = _joined([*self.labelled, *self.unlabelled])
         beyond = rows[(rows < 0) | (rows >= samples)]
         if beyond.size:
             raise UserError(
-                f"the split uses row {beyond[0]}, the data set has {samples} rows; load the split made for it"
+                f"the split uses row {beyond[0]}, but the data set has {samples} rows; load its own split"
             )
         used = np.bincount(rows, minlength=samples)
         if (used > 1).any():
             raise UserError(
-                f"the split uses row {used.argmax()} {used.max()} times instead of once at most; "
-                "make the split anew"
+                f"the split uses row {used.argmax()} {used.max()} times instead of once; make the split again"
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the split to one .npz file, which is there whole or not at all."""
+        """Writes the split to one .npz file atomically."""
         fields = [
             *_joined(self.labelled),
             *_joined(self.unlabelled),
             np.array(self.hash),
             np.array(self.notes, "U"),
         ]
-        # An open file, since NumPy would append .npz to a name that lacks it.
+        # An open file: NumPy would add .npz to a path without it.
         with atomic(Path(path)) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **dict(zip(_FIELDS, fields, strict=True)))  # type: ignore[arg-type]
 
@@ -72,8 +71,8 @@ class Split:
         try:
             if not path.is_file():
                 raise UserError(
-                    f"there is no split at {path}; name a file that fedhassle split --save wrote, or a run's "
-                    "split.npz"
+                    f"there is no split at {path}; give a file written by fedhassle split --save, or the "
+                    "split.npz of a run"
                 )
             with np.load(path, allow_pickle=False) as file:
                 fields = [file[name] for name in _FIELDS]
@@ -81,11 +80,11 @@ class Split:
             split = Split(labelled, unlabelled, tuple(str(note) for note in fields[5]))
         except UserError:
             raise
-        except Exception as e:  # a foreign file fails anywhere in zipfile, zlib or NumPy, in their own ways
-            raise UserError(f"{path} is no split or is damaged ({e}); make the split anew") from e
+        except Exception as e:  # other files make zipfile, zlib and NumPy raise many kinds of errors
+            raise UserError(f"{path} is not a split, or is damaged ({e}); make the split again") from e
         if split.hash != str(fields[4]) or len(labelled) != len(unlabelled):
             raise UserError(
-                f"{path} is damaged: its rows do not match its hash {fields[4]}; make the split anew"
+                f"{path} is damaged: its rows do not match its hash {fields[4]}; make the split again"
             )
         return split
 
@@ -94,21 +93,21 @@ _FIELDS = ("labelled_rows", "labelled_offsets", "unlabelled_rows", "unlabelled_o
 
 
 def _joined(parts: Sequence[Rows]) -> tuple[Rows, Rows]:
-    """All parts end to end, and where each begins and the last one ends."""
+    """Concatenates the parts; returns their rows, and the offset of each part and of the end."""
     offsets = np.cumsum([0, *(part.size for part in parts)], dtype=np.int64)
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64), offsets
 
 
 def _parted(rows: Rows, offsets: Rows) -> tuple[Rows, ...]:
-    """The parts that were joined."""
+    """Returns the parts that `_joined` concatenated."""
     plain = all(array.dtype == np.int64 and array.ndim == 1 for array in (rows, offsets))
     if not plain or offsets[0] != 0 or offsets[-1] != rows.size:
-        raise ValueError("rows and offsets do not fit")
+        raise ValueError("rows and offsets do not match")
     return tuple(np.split(rows, offsets[1:-1])) if offsets.size > 1 else ()
 
 
 class Drawer(NamedTuple):
-    """Divides pools of one training set by one kind of split, each with random numbers of its own."""
+    """Divides pools of a training set by one kind of split, each pool with its own random numbers."""
 
     y: Rows
     kind: str
@@ -116,30 +115,30 @@ class Drawer(NamedTuple):
     seed: int
 
     def stream(self, name: str) -> np.random.Generator:
-        """Random numbers of the seed and one use of them."""
+        """Returns the generator of the seed for one purpose."""
         return Seed(self.seed, name).generator()
 
     def order(self) -> Rows:
-        """All rows at random, so that every stretch holds the classes in their proportion.
+        """Returns all rows in random order such that every stretch has the classes in their proportion.
 
-        Each class takes turns at even distances, from a start of its own. What the lines say on the right is
-        what they give for five samples if shuffling merely reverses and every start is ½.
+        Each class takes turns at even distances, from a random start. The comments follow an example of
+        five samples, in which shuffling reverses the order and every start is ½.
         """
         # self.y = [0 1 0 1 0]
         rng = self.stream("order")
-        by_class = shuffled_by(self.y, rng)  # (N,) rows, class after class: [4 2 0 3 1]
+        by_class = shuffled_by(self.y, rng)  # (N,) rows, class by class: [4 2 0 3 1]
         sizes = np.bincount(self.y)  # (M,): [3 2]
-        m, rank = units(sizes)  # (N,) each, the class of a row and its place there: [0 0 0 1 1], [0 1 2 0 1]
+        m, rank = units(sizes)  # (N,) each, the class of a row and its rank in it: [0 0 0 1 1], [0 1 2 0 1]
         start = rng.random(sizes.size)  # (M,): [½ ½]
         turn = (rank + start[m]) / sizes[m]  # (N,) from 0 to 1: [⅙ ½ ⅚ ¼ ¾]
         return by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
 
     def divide(self, name: str, pool: Rows, targets: Rows, least: Rows) -> tuple[list[Rows], list[str]]:
-        """The pool's rows for each member, and what a reader should know of it."""
+        """Divides a pool; returns the rows of each member, and notes for the reader."""
         if targets.size < 2:
             return [pool][: targets.size], []
-        group = Group(self.y[pool], int(self.y.max()) + 1, targets, least)
-        cut = SPLIT_KINDS[self.kind].cut(group, self.alpha, Seed(self.seed, name))
+        members = Pool(self.y[pool], int(self.y.max()) + 1, targets, least)
+        cut = SPLIT_KINDS[self.kind].cut(members, self.alpha, Seed(self.seed, name))
         parts = np.split(pool[cut.order], np.cumsum(cut.sizes)[:-1])
         return parts, [f"{name}: {cut.note}"] if cut.note else []
 
@@ -156,9 +155,9 @@ def split(
     ratio: float | None = None,
     seed: int = 0,
 ) -> Split:
-    """Divides the samples of classes y among clients, and decides which of them are labelled.
+    """Divides samples with classes y among clients, with and without labels.
 
-    `kind` says how one pool of rows is divided among its members, `annotation` which pools there are.
+    `annotation` chooses the pools of rows, `kind` the way to divide a pool among its members.
     """
     y = np.asarray(y)
     if y.ndim != 1 or y.size == 0 or not np.issubdtype(y.dtype, np.integer):
@@ -188,30 +187,30 @@ Annotated = tuple[list[Rows], list[Rows], list[str]]
 
 
 class IndependentPart(NamedTuple):
-    """One part of the data of one kind of client, which is divided among just these."""
+    """One part of the data of one kind of client, which is divided among these clients only."""
 
     name: str
-    clients: Rows  # by their places
+    clients: Rows  # their indices
     sizes: Rows  # samples that each of them should get
 
 
 def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
-    """The authors' way: labels and unlabelled data of each kind of client are drawn independently."""
+    """Draws labels and unlabelled data of each kind of client independently, as the authors do."""
     n_l, n_u = np.array(holdings).T
     full = np.flatnonzero(n_u == 0)
     partial = np.flatnonzero((n_l > 0) & (n_u > 0))
     bare = np.flatnonzero(n_l == 0)
-    parts = (  # in the order in which they take their pools
+    parts = (  # in the order in which they take rows
         IndependentPart("labels of full clients", full, n_l[full]),
         IndependentPart("labels of partial clients", partial, n_l[partial]),
         IndependentPart("unlabelled data of partial clients", partial, n_u[partial]),
         IndependentPart("data of unlabelled clients", bare, n_u[bare]),
     )
     ends = np.cumsum([part.sizes.sum() for part in parts])
-    pools = np.split(drawer.order(), ends)[: len(parts)]  # the rows behind the last end are nobody's
+    pools = np.split(drawer.order(), ends)[: len(parts)]  # rows after the last end stay unused
     notes: list[str] = []
     if full.size == 1 and partial.size:
-        # One client alone would get an even mix: the authors set it against all the partial clients.
+        # A single client would get an even mix: the authors divide with all partial clients first.
         halves = np.array([part.sizes.sum() for part in parts[:2]])
         least = np.array([1, partial.size])
         pools[:2], notes = drawer.divide("all labels", np.concatenate(pools[:2]), halves, least)
@@ -232,7 +231,7 @@ def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: L
 
 
 def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayout) -> Annotated:
-    """One split over all clients, then a random share of each client's own data is labelled."""
+    """Divides all data among all clients, then labels a random share of each client's own data."""
     sizes = np.array([holding.size for holding in holdings])
     planned = np.array([holding.labelled for holding in holdings])
     least = np.array([2 if holding.kind == "partial" else 1 for holding in holdings])
@@ -240,9 +239,7 @@ def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayo
     drawn = np.array([part.size for part in parts])
     counts = planned if np.array_equal(drawn, sizes) else relabelled(labels, holdings, drawn)
     if counts.sum() != planned.sum():
-        notes.append(
-            f"the sizes drawn give {counts.sum()} labels where equal sizes would give {planned.sum()}"
-        )
+        notes.append(f"the drawn sizes give {counts.sum()} labels; equal sizes would give {planned.sum()}")
     rng = drawer.stream("annotation")
     shuffled = [rng.permutation(part) for part in parts]
     return (
@@ -260,7 +257,7 @@ ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], LabelLayout], Annota
 
 @dataclass(frozen=True)
 class ClientRow:
-    """What one client holds, as tables and pictures show it."""
+    """The data of one client, as shown in tables and pictures."""
 
     name: str
     kind: str  # full, partial or unlabelled
@@ -274,25 +271,25 @@ class ClientRow:
 
 
 def effective_classes(counts: npt.ArrayLike) -> float:
-    """How many equal classes would mix as evenly: exp of the entropy, 0 where there are no samples."""
+    """Returns the number of equal classes with the same entropy, its exp; 0 without samples."""
     n = np.asarray(counts, dtype=np.float64)
     shares = n[n > 0] / max(n.sum(), 1)
     return float(np.exp(-(shares * np.log(shares)).sum())) if shares.size else 0.0
 
 
 def pooled(split: Split) -> Split:
-    """All labelled data at one client; what has no label is left out."""
+    """Returns a split with all labelled data at one client and no unlabelled data."""
     return Split((np.sort(np.concatenate(split.labelled)),), (np.empty(0, np.int64),), split.notes)
 
 
 def steps_on_labels(split: Split, drawn: int, epochs: int, batch: int) -> int:
-    """The steps of a round in which those drawn walk over their labels, on average; at least one."""
+    """Returns the mean steps of a round in which the drawn clients pass over their labels; at least 1."""
     each = [epochs * -(-len(labelled) // batch) for labelled in split.labelled]
     return max(1, round(drawn / len(each) * sum(each)))
 
 
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
-    """One row for each client."""
+    """Returns one row for each client."""
     y = np.asarray(y)
     rows = []
     for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True):

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from fedhassle.data.catalogue import Dataset, load
-from fedhassle.data.site.folder import LABEL_FILE, UNLABELLED, folder_name
+from fedhassle.data.site.labels import UNLABELLED, folder_name
+from fedhassle.data.site.listing import LABEL_FILE
 
 NAME = "fmnist-mini"  # comes with the package
 LABELLED = 8  # the second site labels every 8th image

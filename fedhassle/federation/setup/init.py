@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedhassle.data.catalogue import CATALOGUE, like, statistics, usual_crop
+from fedhassle.data.catalogue import CATALOGUE, default_crop, default_entry, statistics
 from fedhassle.data.site.folder import ImageForm, read_site
 from fedhassle.data.site.survey import survey
 from fedhassle.errors import UserError, require
@@ -23,8 +23,8 @@ HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
 
 def terms_by_classes(class_names: Sequence[str], size: tuple[int, int], channels: int) -> DataTerms:
     """Terms for these classes; normalisation and augmentation as in the known data set with such images."""
-    known, (height, width) = like(channels), size
-    crop = usual_crop(height, width)
+    known, (height, width) = default_entry(channels), size
+    crop = default_crop(height, width)
     return DataTerms(tuple(class_names), height, width, channels, known.mean, known.std, known.flip, crop)
 
 
