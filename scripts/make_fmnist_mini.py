@@ -1,7 +1,7 @@
 """Makes fedhassle/data/fmnist-mini.npz: make_fmnist_mini.py FMNIST.npz [OUT.npz].
 
-The input holds all of Fashion-MNIST as x_train, y_train, x_test, y_test. The same input gives the same file,
-bit for bit, wherever the same liblzma compresses it.
+The input has all of Fashion-MNIST as x_train, y_train, x_test, y_test. The same input and the same version of
+liblzma give the same file, bit for bit.
 """
 
 import io
@@ -20,13 +20,13 @@ TRAIN, TEST = 1_200, 200  # images of each class
 
 
 def choose(y: Bytes, per_class: int, generator: np.random.Generator) -> NDArray[np.intp]:
-    """Draws as many images of each class without replacement, in the order of the full set."""
+    """Draws `per_class` images of each class without replacement, in the order of the full set."""
     drawn = [generator.permutation(np.flatnonzero(y == label))[:per_class] for label in np.unique(y)]
     return np.sort(np.concatenate(drawn))
 
 
 def subset(full: dict[str, Bytes], train: int = TRAIN, test: int = TEST) -> dict[str, Bytes]:
-    """Takes the class-balanced subset out of the full arrays."""
+    """Returns the class-balanced subset of the full arrays."""
     generator = np.random.default_rng(SEED)
     first = choose(full["y_train"], train, generator)
     second = choose(full["y_test"], test, generator)
@@ -39,19 +39,19 @@ def subset(full: dict[str, Bytes], train: int = TRAIN, test: int = TEST) -> dict
 
 
 def write(path: Path, arrays: dict[str, Bytes]) -> None:
-    """Writes an .npz of LZMA members, a seventh smaller than numpy's own, without the time of writing."""
+    """Writes an .npz with LZMA, a seventh smaller than NumPy's own, and without timestamps."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             content = io.BytesIO()
             np.lib.format.write_array(content, array, allow_pickle=False)
             member = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-            member.create_system = 3  # the default tells the platform
+            member.create_system = 3  # the default depends on the platform
             member.external_attr = 0o644 << 16
             archive.writestr(member, content.getvalue(), zipfile.ZIP_LZMA)
 
 
 def main(source: str, out: str | Path = OUT) -> None:
-    """Reads the full set, writes the subset and says how large it is."""
+    """Reads the full set, writes the subset and prints its size."""
     with np.load(source, allow_pickle=False) as file:
         full = {name: file[name].astype(np.uint8) for name in ("x_train", "y_train", "x_test", "y_test")}
     write(Path(out), subset(full))

@@ -58,8 +58,8 @@ def test_a_full_disk_is_a_user_error_that_names_the_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_that_names_another_file_is_none_of_writing(tmp_path):
-    """As when images are read while what a model says of them is written."""
+def test_an_error_that_names_another_file_is_not_a_write_error(tmp_path):
+    """For example, images are read while predictions are written."""
     images = tmp_path / "images.png"
     with pytest.raises(FileNotFoundError) as caught, atomic(tmp_path / "words.txt"):
         images.read_bytes()
@@ -94,7 +94,7 @@ def test_a_place_that_cannot_be_written_is_a_user_error_that_names_it(name, reas
 
 
 @UNIX
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     for name, start in (("old", "old"), ("new", None)):
         target, link = tmp_path / "there" / f"{name}.txt", tmp_path / f"{name}.lnk"
@@ -115,7 +115,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
 @UNIX
 @pytest.mark.parametrize("link", [False, True], ids=["itself", "by a link"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "circle"])
-def test_what_is_no_regular_file_is_never_replaced(kind, link, tmp_path):
+def test_only_regular_files_are_replaced(kind, link, tmp_path):
     path = tmp_path / "odd"
     if kind == "pipe":
         os.mkfifo(path)
@@ -146,7 +146,7 @@ def test_permissions_are_those_of_any_new_file(umask, mode, tmp_path):
 
 @UNIX
 def test_permissions_follow_the_umask_of_the_moment(tmp_path):
-    """That of when a file is written, not of when the package was imported; whatever was there before."""
+    """The umask at the time of writing counts, not that at import, and not the old file's permissions."""
     path, before = tmp_path / "words.txt", os.umask(0)
     try:
         for umask, mode in ((0o077, 0o600), (0o002, 0o664)):
@@ -159,7 +159,7 @@ def test_permissions_follow_the_umask_of_the_moment(tmp_path):
 
 @UNIX
 def test_importing_leaves_the_umask_alone_for_other_threads(monkeypatch):
-    """Setting it, for however short a time, would bare the files that they make meanwhile."""
+    """Setting it even briefly would expose files that other threads create meanwhile."""
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask is set"))
     runpy.run_path(inspect.getfile(write_text))
 
@@ -173,7 +173,7 @@ def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"α": [1, None]}
 
 
-def test_only_what_writers_left_is_removed(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     for name in (".writing-abc.json", ".writing-xyz", "writing-mine", ".hidden", "config.toml"):
         (tmp_path / name).touch()
     remove_unfinished(tmp_path)
@@ -279,7 +279,7 @@ def test_locks_of_different_folders_are_independent(tmp_path):
 
 
 @UNIX
-def test_a_run_that_another_process_carries_out_cannot_be_resumed(eight_rounds, tmp_path):
+def test_a_run_of_another_process_cannot_be_resumed(eight_rounds, tmp_path):
     folder = tmp_path / "run"
     cut(eight_rounds, folder, 3)
     files = [folder / "metrics.jsonl", *checkpoints(folder)]
@@ -295,7 +295,7 @@ def test_a_run_that_another_process_carries_out_cannot_be_resumed(eight_rounds, 
 
 
 def test_lines_of_json_are_read_up_to_one_that_is_half_written(tmp_path):
-    """Also where a crash has cut one off, where one is no object, and where one holds a line separator."""
+    """Skips lines that a crash has cut, and values other than objects; a line may contain separators."""
     path = tmp_path / "lines.jsonl"
     assert json_lines(path) == []
     lines = [{"a": 1}, {"why": "of two\u2028lines\x85"}, {"b": 2}]

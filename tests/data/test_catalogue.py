@@ -1,4 +1,4 @@
-"""The shipped set, the catalogue, the data folder, and what is held out."""
+"""The shipped set, the catalogue, the data folder, and held-out images."""
 
 import hashlib
 import runpy
@@ -58,7 +58,7 @@ def test_script_draws_balanced_rows_and_writes_the_same_bytes_twice(tmp_path: Pa
         assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_LZMA}
 
 
-def test_catalogue_says_what_the_paper_uses() -> None:
+def test_catalogue_has_the_settings_of_the_paper() -> None:
     assert list(CATALOGUE) == ["fmnist-mini", "fmnist", "cifar10", "cifar100"]
     for name in ("cifar10", "cifar100"):
         entry = CATALOGUE[name]

@@ -1,4 +1,4 @@
-"""How one pool of samples is divided among members."""
+"""Dividing one pool of samples among its members."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def sizes(parts):
 
 
 class Reversing:
-    """Random numbers that are none: shuffling reverses, and every draw is ½."""
+    """A fake generator: shuffling reverses the order, and every draw is ½."""
 
     def permutation(self, what):
         return (np.arange(what) if isinstance(what, int) else what)[::-1]
@@ -30,19 +30,19 @@ FIVE = np.array([0, 1, 0, 1, 0])
 
 
 def test_five_samples_in_the_order_of_their_class():
-    """Reversed they are 4 3 2 1 0, of classes 0 1 0 1 0: those of class 0 come first, in that order."""
+    """Reversed: 4 3 2 1 0, with classes 0 1 0 1 0; then sorted by class."""
     assert cuts.shuffled_by(FIVE, Reversing()).tolist() == [4, 2, 0, 3, 1]
 
 
 def test_five_samples_member_by_member():
-    """Of class 0 (4 2 0) two and one, of class 1 (3 1) none and two; then 4 2 | 0 3 1, each reversed."""
+    """The members get 2 and 1 of class 0 (4 2 0), 0 and 2 of class 1 (3 1): 4 2 | 0 3 1, each reversed."""
     pool = cuts.Pool(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
     order = cuts._member_by_member(pool, np.array([[2, 1], [0, 2]]), Reversing())
     assert order.tolist() == [2, 4, 1, 3, 0]
 
 
 def test_five_samples_in_class_order():
-    """Of class 0 (0 2 4) two and one, of class 1 (1 3) none and two: 0 2 | 4 1 3."""
+    """The members get 2 and 1 of class 0 (0 2 4), 0 and 2 of class 1 (1 3): 0 2 | 4 1 3."""
     pool = cuts.Pool(FIVE, 2, np.array([2, 3]), np.array([1, 1]))
     assert cuts._in_class_order(pool, np.arange(5), np.array([[2, 1], [0, 2]])).tolist() == [0, 2, 4, 1, 3]
 
@@ -54,8 +54,8 @@ def test_five_samples_of_which_one_is_moved():
     assert filled.order.tolist() == [2, 3, 0, 4, 1] and filled.sizes.tolist() == [1, 1, 3]
 
 
-def test_who_has_most_to_spare_gives_first_and_its_last_samples():
-    """Of 6 and 3 samples 5 and 2 are to spare: the first gives three, again at the tie, then the second."""
+def test_the_member_with_most_to_spare_gives_its_last_samples_first():
+    """Two members can spare 5 of 6 and 2 of 3: the first gives 3 and also at the tie, then the second."""
     cut = cuts.Cut(np.arange(9), np.array([6, 3, 0]))
     filled = cuts._topped_up(cut, np.array([1, 1, 4]), Reversing())
     assert filled.sizes.tolist() == [2, 3, 4] and filled.order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
@@ -75,7 +75,7 @@ def test_five_samples_in_a_mixed_order(monkeypatch):
 @pytest.mark.parametrize("alpha", [1e-308, 1e-12, 0.01, 1e12, 1.7e308])
 @pytest.mark.parametrize("kind", ["authors", "balanced", "dirichlet"])
 def test_draws_are_bounded_for_every_alpha(kind, alpha, monkeypatch):
-    """250 samples in groups of nine or fewer: 50 draws of 10 classes × 100 clients are allowed a pool."""
+    """The budget allows 50 draws of 10 classes × 100 clients for each pool."""
     drawn, honest = [], cuts._search
 
     def counted(draw, shortfall, limit, cells):
@@ -96,8 +96,8 @@ def test_draws_are_bounded_for_every_alpha(kind, alpha, monkeypatch):
         assert len(made.notes) == (2 if alpha < 1 else 0)
 
 
-def one_draw_after_the_other(classes, members, alpha, random):
-    """The authors' routine as it is described: counts by member and class, and the draws that it took."""
+def drawn_one_by_one(classes, members, alpha, random):
+    """The authors' routine as described: returns counts by member and class, and the number of draws."""
     by_class = np.sort(classes)
     places = list(range(len(classes)))
     random.shuffle(places)
@@ -127,16 +127,16 @@ def one_draw_after_the_other(classes, members, alpha, random):
 
 
 @pytest.mark.parametrize("members", [2, 9, 10, 20])
-def test_searching_many_draws_at_once_finds_what_one_after_the_other_does(members):
-    """With 20 members the second group goes on with the random numbers that the first has left."""
+def test_searching_in_batches_finds_the_same_as_drawing_one_by_one(members):
+    """With 20 members the second nine continues the random stream of the first."""
     random = np.random.default_rng(members)
     classes = random.integers(0, 10, 1003)
     targets = np.array([len(part) for part in np.array_split(classes, members)])
     pool = cuts.Pool(classes, 10, targets, np.ones(members, int))
     cut = cuts._cut_by_nines(pool, 0.1, np.random.RandomState(members))
     parts = np.split(classes[cut.order], np.cumsum(cut.sizes)[:-1])
-    expected, draws = one_draw_after_the_other(classes, members, 0.1, np.random.RandomState(members))
-    assert draws > (members > 2)  # some draws were not fit
+    expected, draws = drawn_one_by_one(classes, members, 0.1, np.random.RandomState(members))
+    assert draws > (members > 2)  # some draws failed
     assert [np.bincount(part, minlength=10).tolist() for part in parts] == expected
 
 

@@ -1,4 +1,4 @@
-"""Canonical files from a server on this machine, and everything that can go wrong on the way."""
+"""Downloads from a local server, and everything that can go wrong."""
 
 import gzip
 import hashlib
@@ -248,7 +248,7 @@ def test_interruption_leaves_nothing(
     assert left(tmp_path) == []
 
 
-def test_folder_that_cannot_be_is_a_user_error(server: Server, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_a_user_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--data-dir"):
         download.fetch("fmnist", fashion(server)[0], download.read_idx, tmp_path / "file" / "folder")

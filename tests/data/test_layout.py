@@ -1,4 +1,4 @@
-"""Who holds how many labels."""
+"""Layouts: the number of labels at each client."""
 
 import re
 
@@ -64,14 +64,14 @@ def test_every_name_is_tested():
     assert set(TABLE) == set(PAPER)
 
 
-def test_the_first_clients_take_what_does_not_divide():
+def test_the_first_clients_get_the_remainder():
     # 103 = 5·20 + 3 samples; 0.3·103 = 30.9 rounds to 31 labels, 21 of them for the client that is full,
     # and 10 = 3·3 + 1 for the partial ones.
     holdings = layout({"full": 1, "partial": 3, "unlabelled": 1, "share": 0.3}, 103, clients=5)
     assert [tuple(holding) for holding in holdings] == [(21, 0), (4, 17), (3, 18), (3, 17), (0, 20)]
 
 
-def test_a_name_works_where_the_data_do_not_divide():
+def test_a_named_layout_works_with_a_remainder():
     assert labelled("LU", 50_010)[:3] == [2501, 2501, 0]
 
 
@@ -99,7 +99,7 @@ def test_ratio_thins_in_proportion():
     np.testing.assert_allclose(kept, before * 3200 / 8400, rtol=0, atol=1)
 
 
-def test_a_small_ratio_leaves_everybody_one_sample():
+def test_a_small_ratio_leaves_each_client_one_sample():
     assert thinned(np.array([5, 10, 10]), 5, ratio=0.2).tolist() == [1, 1, 1]
 
 
@@ -220,7 +220,7 @@ def test_free_sizes_spread_the_rest_of_the_labels_by_size():
     ]  # 30 as 30 to 10, rounded
 
 
-def test_free_sizes_take_listed_shares_of_what_they_are():
+def test_listed_shares_apply_to_the_drawn_sizes():
     shares = [0.5, 1, 0.25, 0]
     planned = layout(shares, 100, clients=4)
     assert relabelled(shares, planned, np.array([10, 3, 2, 85])).tolist() == [5, 3, 1, 0]

@@ -16,7 +16,7 @@ from fedhassle.errors import UserError
 
 
 def arrays(shape: tuple[int, ...] = (9, 12, 3), classes: int = 3) -> dict[str, Any]:
-    """A good file: two images a class for training, one for the test."""
+    """A good file: two training images and one test image per class."""
     random = np.random.default_rng(0)
     return {
         "x_train": random.integers(0, 256, (2 * classes, *shape), np.uint8),
@@ -126,7 +126,7 @@ def test_malformed_file_is_a_user_error_that_names_the_array(tmp_path: Path, cas
         load(saved(tmp_path, content))
 
 
-def test_what_is_no_npz_is_a_user_error(tmp_path: Path) -> None:
+def test_other_files_than_npz_are_a_user_error(tmp_path: Path) -> None:
     np.save(tmp_path / "single.npy", np.zeros(3))
     (tmp_path / "single.npy").rename(tmp_path / "single.npz")
     (tmp_path / "empty.npz").touch()
@@ -142,7 +142,7 @@ def test_what_is_no_npz_is_a_user_error(tmp_path: Path) -> None:
 
 
 def survives(path: Path) -> None:
-    """Loads a file that may be bad: a sound data set or a UserError, nothing else."""
+    """Loads a file that may be bad: the result is a valid data set or a UserError."""
     try:
         own = load(path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""One picture from a file: each format, the rule of its size in NumPy, and files that are none."""
+"""One picture from a file: each format, resizing against NumPy, and files that are not pictures."""
 
 import os
 import warnings
@@ -49,7 +49,7 @@ def test_a_picture_of_the_right_size_keeps_its_pixels(name, saved, rng):
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x.pgm"])
-def test_grey_ones_of_other_formats_do_too(name, saved, rng):
+def test_grey_pictures_of_other_formats_keep_their_pixels(name, saved, rng):
     pixels = grey(rng)
     assert (read_picture(saved(pixels, name), 6, 8, 1).pixels[..., 0] == pixels).all()
 
@@ -71,7 +71,7 @@ def test_the_transparent_colour_of_a_palette_is_white(saved):
 @pytest.mark.parametrize(
     ("white", "note"), [(65_535, SIXTEEN_BITS), (4095, SIXTEEN_BITS), (1000, SIXTEEN_BITS), (100, None)]
 )
-def test_a_pgm_says_itself_what_white_is(white, note, tmp_path):
+def test_a_pgm_defines_its_own_white(white, note, tmp_path):
     values = np.array([[0, white // 3, white // 2, white]])
     kind = ">u2" if white > 255 else "u1"
     (tmp_path / "x.pgm").write_bytes(b"P5 4 1 %d\n" % white + values.astype(kind).tobytes())
@@ -81,7 +81,7 @@ def test_a_pgm_says_itself_what_white_is(white, note, tmp_path):
     assert found.converted == (() if note is None else (note,))
 
 
-def test_other_formats_of_12_bits_do_not_say_it(saved):
+def test_other_formats_with_12_bits_do_not_define_white(saved):
     found = read_picture(saved(np.full((6, 8), 4095, np.uint16), "x.tif"), 6, 8, 1)
     assert (found.pixels == 15).all() and found.converted == (DARK,)
 
@@ -94,7 +94,7 @@ def test_photographs_of_several_pictures_are_read(saved):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_what_is_half_transparent_is_mixed_with_white(channels, saved, rng):
+def test_half_transparent_parts_are_mixed_with_white(channels, saved, rng):
     pixels, alpha = colour(rng), rng.integers(0, 256, (6, 8, 1), dtype=np.uint8)
     over = 255 + (pixels.astype(float) - 255) * (alpha / 255)
     expected = over if channels == 3 else (over @ np.array([0.299, 0.587, 0.114]))[..., None]
@@ -170,7 +170,7 @@ def test_a_sliver_is_read(saved):
 # What is no picture
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_folders_and_pipes_are_not_opened(tmp_path):
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")  # would be waited for
     for name, message in [
@@ -183,7 +183,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
 
 
 def odd_tiff(saved, rng):
-    """A TIFF with sound pixels, of which Pillow warns: its last tag says that it holds more than there is."""
+    """A TIFF with intact pixels that makes Pillow warn: its last tag claims more data than there is."""
     path = saved(grey(rng), "odd.tif")
     content = bytearray(path.read_bytes())
     start = int.from_bytes(content[4:8], "little")
@@ -194,7 +194,7 @@ def odd_tiff(saved, rng):
     return path
 
 
-def test_warnings_of_odd_files_are_kept_back_in_many_threads_and_only_they(saved, rng):
+def test_only_warnings_about_odd_files_are_suppressed_in_many_threads(saved, rng):
     path = odd_tiff(saved, rng)
     with pytest.warns(UserWarning), Image.open(path) as image:
         image.getexif()

@@ -76,7 +76,7 @@ def test_a_label_file_may_be_named(folder, tmp_path):
     assert code == 0 and rows(out) == {"[bold]x": 1, "y$_$": 1, "unlabelled": 4}
 
 
-def test_no_problems_are_said_to_be_none(tmp_path):
+def test_a_site_without_problems(tmp_path):
     save(tmp_path / "a" / "1.png")
     code, out, _ = call("data", "check", tmp_path / "a", "--picture", tmp_path / "x.png")
     assert code == 0 and "no problems" in out and "1 image, 0 labelled (0%)" in out
@@ -89,8 +89,8 @@ def test_a_table_that_is_not_read_is_noted(tmp_path):
     assert "note: labels.xlsx is not read: save it as labels.csv, or name one with --labels\n" in out
 
 
-def test_classes_that_may_be_none_are_noted(tmp_path):
-    """Names that other programs write for a missing value, and such that differ in spelling alone."""
+def test_suspicious_class_names_are_noted(tmp_path):
+    """Names that other programs write for a missing value, and names that differ only in spelling."""
     place, names = tmp_path / "images", ["NA", "nan", "?", "-", "0", "1", "1.0", "cat", "Cat", "10", "11"]
     for k in range(len(names)):
         save(place / f"{k}.png")
@@ -105,7 +105,7 @@ def test_classes_that_may_be_none_are_noted(tmp_path):
     ]
 
 
-def test_long_lists_are_cut_unless_all_is_wanted(tmp_path):
+def test_long_lists_are_shortened_without_all(tmp_path):
     place = tmp_path / "images"
     for k in range(15):
         save(place / f"{k}.png", (10 + k, 20), "1")
@@ -119,7 +119,7 @@ def test_long_lists_are_cut_unless_all_is_wanted(tmp_path):
 
 
 def test_paths_are_printed_as_they_are(folder, tmp_path):
-    """Not as markup of rich, in which [bold] is no text and :smile: a face."""
+    """Not as rich markup, in which [bold] is a tag and :smile: an emoji."""
     (folder / "cat" / "[bold] :smile:.png").touch()
     picture = tmp_path / "[bold] :smile:.png"
     code, out, _ = call("data", "check", folder, "--picture", picture)

@@ -1,4 +1,4 @@
-"""A site's own images: where labels come from, what odd files become, and what is refused."""
+"""A site's own images: sources of labels, conversions of odd files, and errors."""
 
 import io
 import os
@@ -35,7 +35,7 @@ def save(path, pixels=None, **options):
 
 
 def one(folder, form=GREY):
-    """The pixels of a site's only image, and what was done to it."""
+    """The pixels of a site's only image, and its conversions."""
     site = read_site(folder, form)
     assert len(site.x) == len(site.y) == len(site.files) == 1
     return site.x[0], [problem.what for problem in site.problems]
@@ -97,7 +97,7 @@ def test_a_label_file_may_lie_elsewhere_and_outranks_the_one_in_the_folder(three
     assert site.y.tolist() == [-1, 0, -1] and site.problems == ()
 
 
-def test_a_label_file_is_found_whatever_its_capitals_and_outranks_folders(tmp_path):
+def test_a_label_file_is_found_in_any_capitals_and_outranks_folders(tmp_path):
     save(tmp_path / "cat" / "a.png")
     csv(tmp_path, "file,label\ncat/a.png,dog\n", "Labels.CSV")
     assert read_site(tmp_path, GREY).y.tolist() == [1]
@@ -130,7 +130,7 @@ def test_tables_that_are_hidden_or_lie_below_are_not_noted(tmp_path):
     assert read_site(tmp_path, GREY).notes == ()
 
 
-def test_folders_that_do_not_count_beside_a_label_file_are_noted(tmp_path):
+def test_folder_names_that_a_label_file_overrules_are_noted(tmp_path):
     for name in ("cat/a.png", "cat/b.png", "dog/c.png", "scans/d.png", "unlabelled/e.png", "f.png"):
         save(tmp_path / name)
     csv(tmp_path, "file,label\ncat/a.png,cat\ndog/c.png,cat\nscans/d.png,dog\n")
@@ -222,7 +222,7 @@ def test_labels_are_checked_before_images_are_read(three, monkeypatch):
         read_site(three, GREY)
 
 
-def test_images_without_a_label_are_left_out_unread_if_that_is_wanted(three):
+def test_labelled_only_skips_images_without_a_label_unread(three):
     csv(three, "file,label\nc.png,dog\n")
     (three / "a.png").write_bytes(b"nothing")
     site = read_site(three, GREY, labelled_only=True)
@@ -256,8 +256,8 @@ def test_a_label_file_may_be_utf_16_with_a_byte_order_mark(three, encoding):
         read_site(three, GREY)
 
 
-def test_a_whole_number_with_a_nought_behind_it_is_the_class_of_that_number(three):
-    """The program pandas writes 1 as 1.0 in a column with blanks; where 1.0 is a class too, it is that."""
+def test_a_label_such_as_1_0_is_class_1(three):
+    """In a column with blanks, pandas writes 1 as 1.0; if 1.0 is a class itself, it means that class."""
     csv(three, "file,label\na.png,1.0\nc.png,0\nc.png,0.0\ndeep/er/b.PNG,\n")
     assert read_site(three, ImageForm(("0", "1"), 6, 8, 1)).y.tolist() == [1, 0, -1]
     csv(three, "file,label\na.png,1.0\nc.png,1\n")
@@ -284,7 +284,7 @@ def test_a_label_file_that_is_not_there_is_a_user_error(three):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(st.binary(max_size=60), st.sampled_from([b"", b"file,label\n", b"\xef\xbb\xbflabel;file\n"]))
-def test_whatever_a_label_file_holds_ends_in_labels_or_a_user_error(three, content, header):
+def test_any_label_file_gives_labels_or_a_user_error(three, content, header):
     (three / "labels.csv").write_bytes(header + content)
     try:
         assert set(read_site(three, GREY, threads=1).y.tolist()) <= {-1, 0, 1, 2}
@@ -307,12 +307,12 @@ def test_labels_come_from_the_first_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["unlabelled", "Unlabeled", "UNLABELLED"])
-def test_unlabelled_may_be_spelt_as_one_likes(tmp_path, name):
+def test_unlabelled_may_be_spelt_in_several_ways(tmp_path, name):
     save(tmp_path / name / "a.png")
     assert read_site(tmp_path, GREY).y.tolist() == [-1]
 
 
-def test_a_folder_that_is_no_class_is_a_user_error(tmp_path):
+def test_a_folder_that_is_not_a_class_is_a_user_error(tmp_path):
     save(tmp_path / "dogs" / "a.png")
     with pytest.raises(UserError, match=r"folder 'dogs' is not one .*did you mean 'dog'\? .*unlabelled/"):
         read_site(tmp_path, GREY)
@@ -328,7 +328,7 @@ def test_classes_that_would_share_a_folder_need_a_label_file(tmp_path):
     assert folder_name("a/b\\c:d") == "a_b_c_d"
 
 
-def test_what_systems_leave_in_folders_is_passed_over(tmp_path):
+def test_hidden_and_system_files_are_ignored(tmp_path):
     save(tmp_path / "cat" / "a.png")
     for name in (".hidden.png", ".git/x.png", "__MACOSX/cat/._a.png", "cat/._a.png"):
         save(tmp_path / name)
@@ -349,7 +349,7 @@ def test_other_files_are_reported_once_for_each_kind(tmp_path):
     )
 
 
-def test_every_suffix_is_read_whatever_its_capitals(tmp_path):
+def test_every_suffix_is_read_in_any_capitals(tmp_path):
     names = ["a.png", "b.jpg", "c.jpeg", "d.webp", "e.tif", "f.tiff", "g.bmp", "h.TIFF", "i.Jpg"]
     names += ["j.gif", "k.pgm", "l.ppm"]
     for name in names:
@@ -386,14 +386,14 @@ def test_links_stay_in_the_folder(tmp_path):
         read_site(folder, GREY)
 
 
-def test_a_pipe_called_like_an_image_is_not_waited_for(tmp_path):
+def test_a_pipe_named_like_an_image_does_not_block(tmp_path):
     save(tmp_path / "a.png")
     os.mkfifo(tmp_path / "b.png")
     assert read_site(tmp_path, GREY).problems == (Problem("b.png", "not a regular file", "skipped"),)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
-def test_what_may_not_be_read_is_reported(tmp_path):
+def test_files_without_permission_are_reported(tmp_path):
     save(tmp_path / "a.png")
     save(tmp_path / "b.png").chmod(0)
     (tmp_path / "cat").mkdir(mode=0)
@@ -401,13 +401,13 @@ def test_what_may_not_be_read_is_reported(tmp_path):
     assert whats == ["cannot be read (Permission denied)", "a folder that cannot be read (Permission denied)"]
 
 
-def test_a_name_whose_bytes_are_no_text_is_shown_as_text(tmp_path):
+def test_a_file_name_that_is_not_utf_8_is_escaped(tmp_path):
     save(tmp_path / "a.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png"))
     assert read_site(tmp_path, GREY).files == ("\\xff.png",)
 
 
 @pytest.mark.parametrize("name", ["nothing", "file.txt", "empty"])
-def test_what_holds_no_images_is_a_user_error(tmp_path, name):
+def test_a_site_without_images_is_a_user_error(tmp_path, name):
     (tmp_path / "file.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=name):
@@ -484,7 +484,7 @@ def png(pixels, colour):
 
 
 @pytest.mark.parametrize(("form", "colour", "kind"), [(GREY, 0, ()), (COLOUR, 2, (3,))])
-def test_of_16_bits_the_upper_8_stay(tmp_path, form, colour, kind):
+def test_the_upper_8_of_16_bits_are_kept(tmp_path, form, colour, kind):
     pixels = np.random.default_rng(0).integers(0, 2**16, (6, 8, *kind), np.uint16)
     (tmp_path / "a.png").write_bytes(png(pixels, colour))
     found, what = one(tmp_path, form)
@@ -512,8 +512,8 @@ def test_16_bit_tiffs_are_read_in_either_byte_order(tmp_path, kind):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", ["<u1", "<u2", "<f4"])
-def test_a_tiff_in_which_0_is_white_is_no_negative(tmp_path, kind, turned):
-    """Radiographs often are: white where the number is 0, black where it is the largest (1 of floats)."""
+def test_a_tiff_in_which_0_is_white_is_inverted(tmp_path, kind, turned):
+    """Radiographs often have 0 for white and the largest value (1 for floats) for black."""
     white = {"<u1": 255, "<u2": 2**16 - 1, "<f4": 1}[kind]
     pixels = (np.random.default_rng(0).integers(0, 256, (6, 8)) / 255 * white).astype(kind)
     more = {"t339": 3} if kind == "<f4" else {}
@@ -534,7 +534,7 @@ def test_12_bits_in_16_are_called_almost_black(tmp_path):
 @pytest.mark.parametrize(("form", "colour", "bands"), [(COLOUR, 2, 3), (COLOUR, 6, 4), (GREY, 4, 2)])
 @pytest.mark.parametrize(("value", "note"), [(4095, pictures.DARK), (4096, pictures.SIXTEEN_BITS)])
 def test_12_bits_in_16_of_colour_are_called_almost_black(tmp_path, form, colour, bands, value, note):
-    """Opaque ones too: what is seen is what counts."""
+    """With an alpha channel too: only visible values count."""
     pixels = np.full((6, 8, bands), value, np.uint16)
     pixels[..., 0] = 7 if bands > 2 else value
     if bands in (2, 4):
@@ -621,7 +621,7 @@ def test_cmyk_becomes_rgb(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_as_exif_says(tmp_path, orientation, suffix):
+def test_pictures_are_rotated_by_exif(tmp_path, orientation, suffix):
     """The tag's numbers by hand: where the first row and the first column of the file belong."""
     wide = np.zeros((6, 8), np.uint8)
     wide[:3, :4], wide[:3, 4:], wide[3:, :4], wide[3:, 4:] = 20, 90, 160, 230
@@ -646,7 +646,7 @@ def test_pictures_are_turned_as_exif_says(tmp_path, orientation, suffix):
     assert turned == ([] if orientation == 1 else [pictures.ROTATED])
 
 
-def test_damaged_exif_costs_nothing(tmp_path):
+def test_damaged_exif_is_ignored(tmp_path):
     save(tmp_path / "a.png", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     found, what = one(tmp_path)
     np.testing.assert_array_equal(found[..., 0], random_pixels(6, 8))
@@ -654,7 +654,7 @@ def test_damaged_exif_costs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
-def test_of_several_frames_the_first_counts(tmp_path, suffix):
+def test_the_first_of_several_frames_is_used(tmp_path, suffix):
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("black", "white", "red")]
     frames[0].save(tmp_path / f"a.{suffix}", save_all=True, append_images=frames[1:])
     found, what = one(tmp_path, COLOUR)
@@ -720,7 +720,7 @@ def test_truncated_files_are_skipped_with_their_path(tmp_path, suffix):
     ]
 
 
-def test_a_file_that_is_another_image_than_its_name_says_is_read(tmp_path):
+def test_an_image_with_the_suffix_of_another_format_is_read(tmp_path):
     save(tmp_path / "a.jpg", format="PNG")
     assert one(tmp_path)[1] == []
 
@@ -782,7 +782,7 @@ def test_an_npz_of_another_size_is_converted(tmp_path):
     ] * 3
 
 
-def test_class_names_in_an_npz_say_what_its_numbers_mean(tmp_path):
+def test_class_names_in_an_npz_give_the_meaning_of_its_numbers(tmp_path):
     path = tmp_path / "own.npz"
     np.savez(path, x=random_pixels(3, 6, 8), y=[0, 1, -1], class_names=["dog", "cat", "cow"])
     assert read_site(path, GREY).y.tolist() == [1, 0, -1]  # nothing is a cow
@@ -813,7 +813,7 @@ def test_a_bad_npz_is_a_user_error(tmp_path, content, message):
 # Class names where none are agreed
 
 
-def test_the_classes_of_a_site_are_what_its_own_data_speaks_of(tmp_path):
+def test_the_classes_of_a_site_come_from_its_own_data(tmp_path):
     for name in ("10/a.png", "9/b.png", "unlabelled/c.png", "x/d.png", "e.png"):
         save(tmp_path / name)
     assert site_classes(tmp_path) == ("9", "10", "x")
@@ -834,6 +834,6 @@ def test_a_class_in_both_forms_of_unicode_is_one(tmp_path):
 
 
 @pytest.mark.parametrize(("height", "channels"), [(6, 2), (0, 1)])
-def test_a_form_that_no_image_has_is_refused(height, channels):
+def test_an_impossible_image_form_is_an_error(height, channels):
     with pytest.raises(UserError):
         ImageForm(("a", "b"), height, 8, channels)

@@ -1,4 +1,4 @@
-"""How a training set is divided among clients."""
+"""Splits of a training set among clients."""
 
 import itertools
 import json
@@ -90,7 +90,7 @@ def test_the_seed_decides(kind, annotation):
     assert made[0].hash == made[1].hash != made[2].hash
 
 
-def test_global_random_numbers_play_no_part():
+def test_global_random_state_is_not_used():
     np.random.seed(1)
     before = np.random.get_state()[1].copy()
     first = split(SMALL).hash
@@ -150,7 +150,7 @@ FMNIST = np.repeat(np.arange(10), 6000)
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 @pytest.mark.parametrize(("name", "y"), [("cifar10", CIFAR), ("fmnist", FMNIST)])
 def test_every_client_has_the_authors_class_counts(name, y, alpha):
-    """They depend on the number of samples in each class alone, not on where these lie."""
+    """The counts depend on the number of samples in each class, not on their order."""
     y = np.random.default_rng(5).permutation(y)
     rows = table(split(y, alpha=alpha), y, 10)
     expected = COUNTS[f"{name} {alpha}"]
@@ -188,7 +188,7 @@ def test_another_seed_moves_all_of_the_authors_seeds():
         assert not any(same for same, some in zip(alike, held, strict=True) if some)
 
 
-def test_alpha_001_where_the_authors_routine_does_not_end_falls_back_and_says_so():
+def test_alpha_001_falls_back_with_a_note_where_the_authors_routine_never_ends():
     made = split(CIFAR, alpha=0.01)
     made.check(50_000)
     assert len(made.notes) == 1
@@ -219,14 +219,14 @@ def test_balanced_has_effective_classes_like_the_authors_routine():
 
 
 def test_two_full_clients_share_their_own_labels():
-    """Each class's labels are divided apart, so both together hold it evenly; one alone would not."""
+    """The labels of each class are divided separately: both together have it evenly, one alone does not."""
     made = split(CIFAR, labels="20%")
     both = np.bincount(CIFAR[np.concatenate(made.labelled[:2])], minlength=10)
     assert (both == 500).all()
     assert np.ptp(np.bincount(CIFAR[made.labelled[0]], minlength=10)) > 100
 
 
-def test_one_full_client_is_set_against_the_partial_ones():
+def test_one_full_client_is_divided_against_the_partial_ones():
     made = split(CIFAR, labels="10%")
     assert np.ptp(np.bincount(CIFAR[made.labelled[0]], minlength=10)) > 100
 
@@ -241,7 +241,7 @@ def similarity(annotation):
     return np.mean(found)
 
 
-def test_groups_drawn_apart_have_unrelated_mixes():
+def test_parts_drawn_independently_have_unrelated_mixes():
     assert abs(similarity("independent")) < 0.15
 
 

@@ -62,12 +62,12 @@ def as_picture(image):
 
 
 def cell(u, low, high):
-    """Which of the whole numbers from low to high a uniform number stands for."""
+    """The integer from low to high that a uniform number stands for."""
     return low + int(float(u) * (high - low + 1))
 
 
 def augment(image, u):
-    """All of it on one image, from its eight draws: two operations, then the square."""
+    """The whole augmentation of one image, from its eight draws: two operations, then the square."""
     for which, magnitude, whether in (u[:3], u[3:6]):
         name = NAMES[cell(which, 0, 13)]
         if whether < 0.5:
@@ -232,7 +232,7 @@ def test_no_angle_lies_where_the_last_bits_of_a_cosine_matter(side):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 13), (4, 8), (0, 256), (3277, 62259), (-65536, 65536)])
 def test_whole_numbers_have_equal_shares(low, high):
-    """Both ends come, nothing beyond them does, and each has as many of the 2²⁴ draws, give or take one."""
+    """Both ends occur, nothing beyond them, and all have equally many of the 2²⁴ draws, give or take one."""
     u = np.arange(2**24, dtype=np.float32) / np.float32(2**24)
     drawn = strong.whole(torch.from_numpy(u), low, high).numpy()
     assert (drawn[0], drawn[-1]) == (low, high)
@@ -252,7 +252,7 @@ def test_the_ranges_are_those_of_fixmatch():
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_draws_of_a_slot_by_hand(name, slot):
-    """Which operation, its magnitude, whether: the same image with ½ − ε has it, with ½ has not."""
+    """Operation, magnitude, chance: with a chance of ½ − ε it is applied, with ½ it is not."""
     image = pictures(12, 12, 3, n=1)[0]
     for which, (magnitude, k) in itertools.product(ends_of(NAMES.index(name)), magnitudes(name)[:2]):
         u = np.full((2, 8), 0.5, np.float32)  # the other slot leaves its operation out
@@ -352,7 +352,7 @@ def test_nothing_is_drawn(global_randomness):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_no_host_waits(channels):
-    """So that it can be captured: nothing of it depends on what is on the device."""
+    """It can be captured: nothing depends on values on the device."""
     images, u = batch(channels=channels)
     expected = strong.augmented(images, u)
     with Watch():

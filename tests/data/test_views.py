@@ -1,4 +1,4 @@
-"""What training sees of an image, against one image at a time in NumPy."""
+"""Views of images for training, against NumPy on one image at a time."""
 
 import numpy as np
 import pytest
@@ -60,10 +60,10 @@ def test_the_extreme_draws_stay_inside(padding):
 
 def test_each_image_of_a_batch_has_its_own_draws():
     """Flip where u₀ < ½, then the window at ⌊u·(2p + 1)⌋; a flipped image is flipped before it is padded."""
-    see, mean, std = views(crop=2)
+    view_of, mean, std = views(crop=2)
     pixels = images(40, 6, 9)
     u = np.random.default_rng(1).random((40, 3), dtype=np.float32)
-    found = see(torch.from_numpy(pixels), "weak", torch.from_numpy(u)).numpy()
+    found = view_of(torch.from_numpy(pixels), "weak", torch.from_numpy(u)).numpy()
     for k, image in enumerate(pixels):
         seen = image[:, ::-1] if u[k, 0] < 0.5 else image
         seen = cropped(seen, 2, int(u[k, 1] * 5), int(u[k, 2] * 5))
@@ -72,40 +72,42 @@ def test_each_image_of_a_batch_has_its_own_draws():
 
 
 def test_the_flip_is_horizontal_and_takes_half_of_the_draws():
-    see, _, _ = views(crop=0)
+    view_of, _, _ = views(crop=0)
     pixels = images(4)
     u = torch.zeros(4, 3)
     u[:, 0] = torch.tensor([0.0, 0.4999, 0.5, float(BELOW_ONE)])
-    seen = see.weak(torch.from_numpy(pixels), u).numpy()
+    seen = view_of.weak(torch.from_numpy(pixels), u).numpy()
     assert (seen[:2] == pixels[:2, :, ::-1]).all()
     assert (seen[2:] == pixels[2:]).all()
 
 
 def test_without_flip_and_crop_weak_is_clean():
-    see, _, _ = views(flip=False, crop=0)
+    view_of, _, _ = views(flip=False, crop=0)
     pixels = torch.from_numpy(images())
-    assert torch.equal(see(pixels, "weak", torch.zeros(5, 3)), see(pixels, "clean", torch.zeros(5, 0)))
+    assert torch.equal(
+        view_of(pixels, "weak", torch.zeros(5, 3)), view_of(pixels, "clean", torch.zeros(5, 0))
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_normalisation_is_by_channel_on_the_scale_of_one(channels):
     """(pixel/255 − mean)/std; 0 and 255 are the ends."""
-    see, mean, std = views(channels)
+    view_of, mean, std = views(channels)
     pixels = images(3, 5, 8, channels)
     pixels[0, 0, 0], pixels[0, 0, 1] = 0, 255
-    found = see(torch.from_numpy(pixels), "clean", torch.zeros(3, 0))
+    found = view_of(torch.from_numpy(pixels), "clean", torch.zeros(3, 0))
     expected = ((pixels.astype(np.float64) / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
 
 
 def test_strong_is_weak_and_then_its_own_augmentation():
-    """Of the draws the first three are the weak view's; with all operations left out cutout remains."""
-    see, mean, std = views(crop=2)
+    """The first three draws belong to the weak view; without operations only cutout remains."""
+    view_of, mean, std = views(crop=2)
     pixels = images(40, 6, 9)
     u = np.random.default_rng(2).random((40, UNIFORMS["strong"]), dtype=np.float32)
     u[:, 5] = u[:, 8] = 0.5  # no operation
-    found = see(torch.from_numpy(pixels), "strong", torch.from_numpy(u)).numpy()
+    found = view_of(torch.from_numpy(pixels), "strong", torch.from_numpy(u)).numpy()
     for k, image in enumerate(pixels):
         seen = image[:, ::-1] if u[k, 0] < 0.5 else image
         seen = cropped(seen, 2, int(u[k, 1] * 5), int(u[k, 2] * 5)).copy()
@@ -116,11 +118,11 @@ def test_strong_is_weak_and_then_its_own_augmentation():
 
 
 def test_strong_operates_after_flip_and_crop():
-    see, _, _ = views(crop=2)
+    view_of, _, _ = views(crop=2)
     pixels = torch.from_numpy(images(60, 8, 8))
     u = torch.rand(60, UNIFORMS["strong"], generator=torch.Generator().manual_seed(0))
-    seen = strong.augmented(see.weak(pixels, u[:, :3]), u[:, 3:])
-    assert torch.equal(see(pixels, "strong", u), see(seen, "clean", u[:, :0]))
+    seen = strong.augmented(view_of.weak(pixels, u[:, :3]), u[:, 3:])
+    assert torch.equal(view_of(pixels, "strong", u), view_of(seen, "clean", u[:, :0]))
 
 
 @pytest.mark.parametrize(("view", "count"), [("clean", 0), ("weak", 3), ("strong", 11)])
@@ -130,10 +132,10 @@ def test_how_many_draws_a_view_takes(view, count):
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("view", ["clean", "weak", "strong"])
-def test_what_a_network_gets_lies_channels_last(view, channels):
-    see, _, _ = views(channels)
+def test_views_are_channels_last(view, channels):
+    view_of, _, _ = views(channels)
     pixels = torch.from_numpy(images(4, 6, 9, channels))
-    x = see(pixels, view, torch.rand(4, UNIFORMS[view], generator=torch.Generator().manual_seed(0)))
+    x = view_of(pixels, view, torch.rand(4, UNIFORMS[view], generator=torch.Generator().manual_seed(0)))
     assert (x.shape, x.dtype) == ((4, channels, 6, 9), torch.float32)
     assert x.is_contiguous(memory_format=torch.channels_last)
     assert x.stride() == (6 * 9 * channels, 1, 9 * channels, channels)
@@ -141,10 +143,10 @@ def test_what_a_network_gets_lies_channels_last(view, channels):
 
 @pytest.mark.parametrize("view", ["weak", "strong"])
 def test_pixels_and_draws_are_not_written_to(view):
-    see, _, _ = views()
+    view_of, _, _ = views()
     pixels, u = torch.from_numpy(images()), torch.full((5, UNIFORMS[view]), 0.3)
     before = pixels.clone(), u.clone()
-    see(pixels, view, u)
+    view_of(pixels, view, u)
     assert torch.equal(pixels, before[0]) and torch.equal(u, before[1])
 
 

@@ -2,7 +2,7 @@
 
 The networks are linear, f(x; w) = W·x + b with w = (W, b) in one vector, so that f is a matrix product and
 its gradient is by hand: with G the gradient of a loss by the logits (B, M), ∂W = Gᵀ·X and ∂b = Σ_i G_i.
-Each is filled up to a multiple of eight entries: the 36 of W take the room of 40, the 4 of b that of 8.
+Each is padded to a multiple of eight entries: the 36 of W to 40, the 4 of b to 8.
 
 Where BatchNorm matters, each pixel is normalised before that: x̂ = g·(x − m)/√(v + 10⁻⁵) + h. Then W and b are
 followed by g and h and, as statistics, by the running m and v, nine entries in a room of 16 each.
@@ -122,7 +122,7 @@ def gradient(loss, weights):
 
 
 def other_way(side):
-    """The names of one side and of the other, spelt out: r_{U−S} adds to w_S what w_U knows."""
+    """The names of one side and of the other: r_{U−S} adds to w_S what w_U knows."""
     return ("w_S", "w_U", "r_US", "r_SU") if side is SUPERVISED else ("w_U", "w_S", "r_SU", "r_US")
 
 

@@ -1,4 +1,4 @@
-"""`fedhassle predict`: which images it finds, and a line of CSV for each."""
+"""`fedhassle predict`: the images it finds, and a line of CSV for each."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ def pixels(images):
 
 @pytest.fixture
 def photos(tmp_path, pixels):
-    """A folder with three images, one of them below."""
+    """A folder with three images, one of them in a subfolder."""
     folder = tmp_path / "photos"
     (folder / "below").mkdir(parents=True)
     for name, image in zip(("a.png", "b.png", "below/c.png"), pixels, strict=False):
@@ -37,7 +37,7 @@ def photos(tmp_path, pixels):
 
 
 def predicted(*words):
-    """The lines of a call that went well, as dictionaries, and the error output."""
+    """The lines of a successful call as dictionaries, and its error output."""
     code, out, err = call("predict", *words)
     assert code == 0, err
     return list(csv.DictReader(io.StringIO(out))), err
@@ -58,7 +58,7 @@ def test_a_line_for_each_image_of_a_folder(finished, photos, pixels, model):
         assert float(line["probability"]) == pytest.approx(found["EM"].probabilities[i].max(), abs=1e-6)
 
 
-def test_agreement_is_seen_and_its_absence(finished, images, model, pixels):
+def test_the_column_agree_is_yes_or_no(finished, images, model, pixels):
     """Over all test images, where both occur."""
     lines, _ = predicted(finished[0], images)
     found = [model.predict(pixels, mode).classes for mode in ("SM", "UM", "EM")]
@@ -108,7 +108,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(finished, tmp_path,
 
 
 @pytest.mark.parametrize("word", ["nothere.png", "*.jpg", "photos/*.txt", "empty", "nothere/*.png", "**"])
-def test_a_word_that_means_no_image_ends_with_code_2(word, finished, photos, tmp_path, monkeypatch):
+def test_an_argument_without_images_ends_with_code_2(word, finished, photos, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (photos / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
@@ -141,13 +141,13 @@ def test_unreadable_images_are_named_and_have_no_class(finished, photos):
     assert said[2] == "fedhassle: 2 of 4 images could not be read and have no class" and len(said) == 3
 
 
-def test_an_image_named_by_mistake_is_no_crash(finished, photos):
+def test_a_file_that_is_not_an_image_has_no_class(finished, photos):
     (photos / "scan.dcm").write_bytes(b"\0" * 128 + b"DICM")
     lines, err = predicted(finished[0], photos / "scan.dcm", photos / "a.png")
     assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm: is not a PNG" in err
 
 
-def test_what_a_folder_holds_beside_images_is_said(finished, photos):
+def test_other_files_in_a_folder_are_reported(finished, photos):
     for name in ("a.dcm", "b.dcm", "labels.csv", ".hidden"):
         (photos / name).touch()
     lines, err = predicted(finished[0], photos)
@@ -155,7 +155,7 @@ def test_what_a_folder_holds_beside_images_is_said(finished, photos):
     assert err == f"skipped: 1\n  {photos / 'a.dcm'}: not an image file (.dcm), and 1 more like it\n"
 
 
-def test_what_was_done_to_images_is_said_once_for_all(finished, photos, pixels):
+def test_conversions_are_reported_once_for_all_images(finished, photos, pixels):
     for name in ("a.png", "b.png"):
         Image.fromarray(pixels[0].astype(np.uint16) * 257).save(photos / name)
     Image.fromarray(np.stack([pixels[0]] * 3, -1)).resize((30, 20)).save(photos / "large.png")
@@ -177,7 +177,7 @@ def test_a_model_predicts_on_the_pixels_that_a_site_would_train_on(finished, pho
 
 
 def no_labels(folder):
-    """A label file without rows: the folder below is no class."""
+    """A label file without rows, since the subfolder is not a class."""
     (folder / "labels.csv").write_text("file,label\n")
     return folder / "labels.csv"
 
@@ -196,7 +196,7 @@ def test_the_csv_goes_to_a_file(finished, photos, tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.csv"]
 
 
-def test_names_that_are_no_text_come_out_as_their_bytes(finished, photos, tmp_path):
+def test_file_names_that_are_not_utf_8_are_written_as_their_bytes(finished, photos, tmp_path):
     odd = b"\xff,\xe9.png"
     try:
         (photos / "a.png").rename(photos / odd.decode("utf-8", "surrogateescape"))
@@ -238,9 +238,7 @@ def test_bad_options_end_with_code_2(options, message, finished, photos):
     assert code == 2 and message in err and out == ""
 
 
-def test_a_model_with_code_of_ones_own_is_loaded_only_if_that_is_said(
-    module, without_residuals, photos, tmp_path
-):
+def test_a_model_with_user_code_is_loaded_only_with_allow_import(module, without_residuals, photos, tmp_path):
     module(
         "own_predicted",
         """
@@ -260,7 +258,7 @@ def test_a_model_with_code_of_ones_own_is_loaded_only_if_that_is_said(
     assert len(predicted(folder, photos, "--allow-import")[0]) == 3
 
 
-def test_as_a_process_it_prints_csv_alone(finished, photos):
+def test_as_a_process_it_prints_only_csv(finished, photos):
     done = small.process("predict", finished[0], photos)
     assert done.returncode == 0 and done.stderr == b""
     assert done.stdout.decode().splitlines() == call("predict", finished[0], photos)[1].splitlines()

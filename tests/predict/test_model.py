@@ -1,4 +1,4 @@
-"""The model that a run leaves: its predictions by hand, and what loading it refuses."""
+"""The model of a run: its predictions by hand, and errors on loading."""
 
 import sys
 from pathlib import Path
@@ -98,8 +98,8 @@ def test_a_runs_folder_stands_for_its_model(finished, words, tmp_path):
         fedhassle.load(tmp_path / "cut")
 
 
-def test_a_run_that_is_not_finished_says_the_command_that_finishes_it(words, tmp_path):
-    """As it can be pasted into a shell; a federation's run goes on otherwise than a simulated one."""
+def test_an_unfinished_run_names_the_command_that_finishes_it(words, tmp_path):
+    """It can be pasted into a shell; a federation's run continues by another command than a simulated one."""
     folder = tmp_path / "two words"
     small.cut(words, folder, 1)
     for command in ("predict", "compare"):

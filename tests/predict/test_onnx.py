@@ -1,4 +1,4 @@
-"""ONNX files: what is in them, that they predict what PyTorch does, and what is refused."""
+"""ONNX files: their contents, predictions equal to PyTorch's, and errors."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def test_the_file_predicts_what_the_arrays_say(mode, finished, images, tmp_path,
         np.testing.assert_allclose(probabilities, z.softmax(1), atol=1e-5)
 
 
-def test_it_is_one_file_beside_the_model_that_says_how_it_is_used(without_residuals, tmp_path):
+def test_it_is_one_file_beside_the_model_with_its_metadata(without_residuals, tmp_path):
     folder = tmp_path / "run"
     assert call("run", *without_residuals, "method=fedavg", "rounds=1", "--out", folder)[0] == 0
     before = {path.name for path in folder.iterdir()}
@@ -135,7 +135,7 @@ def test_a_network_that_is_not_square(tmp_path):
 
 
 class Counting(nn.Module):
-    """A network that knows the number of images as a plain number, which a trace takes for a constant."""
+    """A network that uses the number of images as a plain number, which becomes a constant in a trace."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
@@ -146,7 +146,7 @@ class Counting(nn.Module):
 
 
 class Strange(nn.Module):
-    """A network with an operation that ONNX has no word for."""
+    """A network with an operation that ONNX does not have."""
 
     def __init__(self, shape, classes, width=1.0):
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_network_that_cannot_be_exported_leaves_what_was_there(build, message,
     assert capfd.readouterr().err == ""  # on stdout PyTorch prints the graph that it fails on
 
 
-def test_a_file_that_predicts_something_else_is_not_put_in_its_place(finished, tmp_path, monkeypatch):
+def test_a_file_with_other_predictions_is_not_written(finished, tmp_path, monkeypatch):
     def spoilt(path, properties, describe=export.describe):
         describe(path, properties)
         made = onnx.load(path)
@@ -192,7 +192,7 @@ def test_without_the_extra_it_says_what_to_install(missing, finished, tmp_path, 
 
 
 def test_a_package_that_fails_without_a_name_says_how(finished, tmp_path, monkeypatch):
-    """As extensions do whose libraries are missing."""
+    """For example, an extension whose shared library is missing."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "onnxruntime.py").write_text("raise ImportError('libgomp.so.1: cannot open')")
     monkeypatch.syspath_prepend(tmp_path / "broken")
@@ -203,7 +203,7 @@ def test_a_package_that_fails_without_a_name_says_how(finished, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model", "summary.json", "."])
-def test_no_file_but_an_onnx_file_is_written_over(name, finished, tmp_path):
+def test_only_an_onnx_file_is_overwritten(name, finished, tmp_path):
     copy = shutil.copytree(finished[0], tmp_path / "copy")
     before = (copy / "model.safetensors").read_bytes(), (copy / "summary.json").read_bytes()
     code, out, err = call("export", copy, copy / name, "--onnx")
@@ -212,6 +212,6 @@ def test_no_file_but_an_onnx_file_is_written_over(name, finished, tmp_path):
     assert not (copy / "model").exists()
 
 
-def test_the_format_has_to_be_said(finished):
+def test_the_format_is_required(finished):
     code, _, err = call("export", finished[0])
     assert code == 2 and f"fedhassle export {finished[0]} --onnx" in err

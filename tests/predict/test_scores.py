@@ -1,4 +1,4 @@
-"""Figures of predictions against definitions written out, and against known values."""
+"""Metrics of predictions against their definitions and known values."""
 
 import itertools
 import json
@@ -166,7 +166,7 @@ def test_calibration_errors_of_known_values():
     assert bins.accuracy[[0, 1, 4]].tolist() == [0.5, 1, 1] and math.isnan(bins.accuracy[2])
 
 
-def test_all_figures_together(rng):
+def test_all_metrics_together(rng):
     p, y = softmaxed(rng, 90, 3), rng.integers(0, 3, 90)
     classes = p.argmax(1)
     made = score(classes, p, y)
@@ -177,7 +177,7 @@ def test_all_figures_together(rng):
     assert made.calibration_error == calibration_error(reliability(p.max(1), classes == y))
 
 
-def test_json_has_no_nan_and_all_figures(rng):
+def test_json_has_all_metrics_and_no_nan(rng):
     p, y = softmaxed(rng, 30, 3), rng.integers(0, 2, 30)
     classes = np.minimum(p.argmax(1), 1)  # class 2 neither occurs nor is predicted
     plain = as_json(score(classes, p, y), ["a", "b", "c"])
