@@ -57,10 +57,7 @@ def draw_curve(axes: Axes, group: SeedGroup, prediction: str, alone: bool) -> No
     curve = group.curve(prediction)
     means = [100 * spread.mean for spread in curve.spreads]
     named = [] if prediction == Method.headline and not alone else [prediction]
-    aside = alone and prediction not in (
-        group.headline,
-        *group.modes,
-    )  # such as models without their residuals
+    aside = alone and prediction not in (group.headline, *group.modes)  # a model without its residual
     turn, place = divmod(len(axes.lines), len(COLOURS))
     colour = COLOURS[place]
     axes.plot(

@@ -5,19 +5,47 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.files import file_name, remove_unfinished, write_text
 from fedhassle.settings.request import Request, from_json, read_tables, to_json
 
 
-class Folder(NamedTuple):
+class File:
+    """A file or subfolder of a run's folder, as an attribute that gives its path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Folder, owner: object = None) -> Path:
+        return folder.path / self.name
+
+
+@dataclass(frozen=True)
+class Folder:
     """The files of a run."""
 
     path: Path
+
+    request = File("request.json")  # until config.toml replaces it, so that any run can be resumed
+    config = File("config.toml")  # the resolved settings
+    split = File("split.npz")  # the images of each client
+    own_code = File("own_code.txt")  # hashes of the source of a user's own method or network, if any
+    metrics = File("metrics.jsonl")  # one line per evaluated round
+    summary = File("summary.json")  # the whole result, written last: only finished runs have it
+    model = File("model.safetensors")  # the final model, with everything that prediction needs
+    card = File("model.md")  # the model card
+    curves = File("curves.png")  # the accuracy by round
+    log = File("log.txt")
+    checkpoints = File("checkpoints")
+    memory = File("memory")  # the state that clients keep between rounds, if the method has any
+    best = File("best.safetensors")  # federations only: the best model on the sites' validation images
+    audit = File("audit.jsonl")  # federations only: one line per event at a site
+    tensorboard = File("tensorboard")  # event files, with `track=tensorboard`
+    mlflow = File("mlflow")  # MLflow's run id, and its database without a server, with `track=mlflow`
 
     @property
     def begun(self) -> bool:
@@ -28,86 +56,6 @@ class Folder(NamedTuple):
     def finished(self) -> bool:
         """True if the folder holds a finished run."""
         return self.config.exists() and self.summary.exists()
-
-    @property
-    def request(self) -> Path:
-        """The request, until config.toml replaces it: a run can be resumed from its first second on."""
-        return self.path / "request.json"
-
-    @property
-    def config(self) -> Path:
-        """The resolved settings."""
-        return self.path / "config.toml"
-
-    @property
-    def split(self) -> Path:
-        """The split: the images of each client."""
-        return self.path / "split.npz"
-
-    @property
-    def own_code(self) -> Path:
-        """Hashes of the source of a user's own method or network; only with these."""
-        return self.path / "own_code.txt"
-
-    @property
-    def metrics(self) -> Path:
-        """One line of JSON per evaluated round."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The whole result in one small file, written last: only finished runs have it."""
-        return self.path / "summary.json"
-
-    @property
-    def model(self) -> Path:
-        """The final model, with everything that prediction needs."""
-        return self.path / "model.safetensors"
-
-    @property
-    def card(self) -> Path:
-        """The model card."""
-        return self.path / "model.md"
-
-    @property
-    def best(self) -> Path:
-        """The model of the round that scored best on the sites' validation images; federations only."""
-        return self.path / "best.safetensors"
-
-    @property
-    def audit(self) -> Path:
-        """One line of JSON per event at a site; federations only."""
-        return self.path / "audit.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files; only with `track=tensorboard`."""
-        return self.path / "tensorboard"
-
-    @property
-    def mlflow(self) -> Path:
-        """MLflow's id of the run, and its database if there is no server; only with `track=mlflow`."""
-        return self.path / "mlflow"
-
-    @property
-    def curves(self) -> Path:
-        """A picture of the accuracy by round."""
-        return self.path / "curves.png"
-
-    @property
-    def log(self) -> Path:
-        """The log of the run."""
-        return self.path / "log.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints, to resume from."""
-        return self.path / "checkpoints"
-
-    @property
-    def memory(self) -> Path:
-        """The state that clients keep between rounds; only if the method has such state."""
-        return self.path / "memory"
 
 
 def claim(request: Request, out: Path | None) -> Folder:

@@ -35,7 +35,7 @@ from fedhassle.method import Client
 from fedhassle.names import counted, nearest
 from fedhassle.runs.record import Metrics, Step, evaluations_averaged
 from fedhassle.runs.seeds import SeedGroup, modes_of
-from fedhassle.runs.several import Event, RunInfo
+from fedhassle.runs.several import Event
 from fedhassle.terminal import say
 
 WORD = 22  # letters of a name that stay together: 80 columns less the figures
@@ -46,8 +46,10 @@ def follow(steps: Iterable[Step], rounds: int, headline: str, console: Console) 
     with log_to_console(console):
         if console.is_terminal:
             follow_live(steps, rounds, headline, console)
-        else:
-            follow_plainly(steps, rounds, console)
+            return
+        for step in steps:
+            if step.metrics is not None:
+                say(console, plain_line(step, rounds))
 
 
 class NameColumn(ProgressColumn):
@@ -103,19 +105,13 @@ def show(progress: Progress, task: TaskID, step: Step, headline: str) -> None:
         progress.update(task, score=f"{headline} {step.metrics['accuracy'][headline]:.1%}")
 
 
-def follow_plainly(steps: Iterable[Step], rounds: int, console: Console) -> None:
-    """Prints a line for each evaluated round."""
-    for step in steps:
-        if step.metrics is not None:
-            say(console, plain_line(step, rounds))
-
-
 def plain_line(step: Step, rounds: int) -> str:
     """A round in one line, with its accuracies if it was evaluated."""
     about, clients = f"round {step.t}/{rounds}", kinds(step.clients)
     if step.metrics is None:
         return f"{about}  {clients}"
-    return "  ".join([about, scores(step.metrics), clients, f"{step.metrics['seconds']:.1f} s"])
+    scores = [f"{name} {value:.1%}" for name, value in step.metrics["accuracy"].items()]
+    return "  ".join([about, *scores, clients, f"{step.metrics['seconds']:.1f} s"])
 
 
 class LiveLine(NamedTuple):
@@ -127,21 +123,16 @@ class LiveLine(NamedTuple):
     headline: str
 
 
-def name_of_folder(event: Event) -> str:
-    """The name of a run's folder."""
-    return event.begun.name if event.begun is not None else ""
-
-
 def follow_several(
     events: Iterable[Event],
     console: Console,
-    name: Callable[[Event], str] = name_of_folder,
+    name: Callable[[Event], str] | None = None,
     ended: Callable[[Event], str] | None = None,
 ) -> list[Event]:
     """Shows each round of several runs as it ends; returns the last event of each run.
 
     With `ended`, for many runs, there is one line at the end of each instead, a heartbeat in between, and
-    only warnings from their logs.
+    only warnings from their logs. `name`: the displayed name of a run; default: its folder's.
     """
     ends, lines, shown, names = [], dict[int, LiveLine](), dict[int, float](), dict[str, str]()
     with (
@@ -150,8 +141,10 @@ def follow_several(
     ):
         for event in events:
             if event.begun is not None:
-                lines[event.run] = add_line(progress, event.begun, name(event))
-                names[event.begun.name] = name(event)
+                begun, shown_as = event.begun, event.begun.name if name is None else name(event)
+                task = progress.add_task(shown_as, total=begun.rounds, score="", clients="starting")
+                lines[event.run] = LiveLine(shown_as, task, begun.rounds, begun.headline)
+                names[begun.name] = shown_as
                 shown[event.run] = time.monotonic()
             elif event.step is not None:
                 run = lines[event.run]
@@ -166,17 +159,6 @@ def follow_several(
                     progress.remove_task(lines.pop(event.run).task)
                     say(console, ended(event))
     return sorted(ends, key=lambda end: end.run)
-
-
-def add_line(progress: Progress, run: RunInfo, name: str) -> LiveLine:
-    """Adds the live line of a run."""
-    task = progress.add_task(name, total=run.rounds, score="", clients="starting")
-    return LiveLine(name, task, run.rounds, run.headline)
-
-
-def scores(metrics: Metrics) -> str:
-    """Accuracies in one line."""
-    return "  ".join(f"{name} {value:.1%}" for name, value in metrics["accuracy"].items())
 
 
 def kinds(clients: Sequence[Client]) -> str:
@@ -245,7 +227,10 @@ def comparison_table(groups: Sequence[SeedGroup]) -> Table:
     best = max(group.score(name).mean for group in groups for name in group.predictions)
     for group in groups:
         about = [escape(group.label), str(len(group.runs))]
-        cost = [f"{mean_of(group, megabytes):.0f}", f"{mean_of(group, minutes):.1f}"]
+        sent = [sum(m["bytes_up"].values()) for run in group.runs for m in run["history"]]
+        megabytes = sum(sent) / len(group.runs) / 1e6
+        minutes = statistics.fmean(run["seconds"] for run in group.runs) / 60
+        cost = [f"{megabytes:.0f}", f"{minutes:.1f}"]
         for name in group.predictions:
             figures = [str(group.score(name)), f"{100 * group.score(name, 'best').mean:.2f}"]
             style = "bold" if group.score(name).mean == best else None
@@ -265,18 +250,3 @@ def gaps(groups: Sequence[SeedGroup], against: str | None = None) -> list[str]:
     same = [group for group in groups if group is not base and group.runs[0]["data"] == base.runs[0]["data"]]
     found = [f"  {group.label} {group.headline}: {gap}" for group in same if (gap := group.gap(base))]
     return [f"over {base.label} {base.headline}, seed by seed:", *found] if found else []
-
-
-def mean_of(group: SeedGroup, figure: Callable[[Metrics], float]) -> float:
-    """The mean of a figure over a group's runs."""
-    return statistics.fmean(figure(run) for run in group.runs)
-
-
-def megabytes(summary: Metrics) -> float:
-    """Megabytes sent by all clients."""
-    return sum(sum(m["bytes_up"].values()) for m in summary["history"]) / 1e6
-
-
-def minutes(summary: Metrics) -> float:
-    """Minutes that a run took."""
-    return float(summary["seconds"]) / 60

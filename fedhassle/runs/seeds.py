@@ -146,7 +146,10 @@ def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any
         f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
         for key, value in mine.items()
         if key not in UNNAMED
-        and differs(key, value, own if key in usual and usual[key] == value else all_settings)
+        and any(
+            key in other and other[key] != value
+            for other in (own if usual.get(key, ...) == value else all_settings)
+        )
     ]
 
 
@@ -154,11 +157,6 @@ def defaults(method: str | None) -> dict[str, Any]:
     """The default settings of a method of this package."""
     known = METHODS.get(method or "")
     return {} if known is None else {f"method.{field.name}": field.default for field in fields(known)}
-
-
-def differs(key: str, value: Any, others: Sequence[Mapping[str, Any]]) -> bool:
-    """True if another group has another value."""
-    return any(key in other and other[key] != value for other in others)
 
 
 def shown(key: str, value: Any) -> Any:

@@ -102,12 +102,7 @@ class Trackers:
             except Exception as error:  # of a server, a disk or a library: not worth a run
                 first = str(error).strip().partition("\n")[0]
                 reason = re.sub(r"//[^/\s]*@", "//", first)  # a server's address may hold a password
-                log.warning(
-                    "track=%s failed, the run continues without it: %s: %s",
-                    tool,
-                    type(error).__name__,
-                    reason,
-                )
+                log.warning("track=%s failed, the run continues: %s: %s", tool, type(error).__name__, reason)
                 del self._active[tool]
                 with suppress(Exception):
                     tracker.end(None)
