@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What there is, for those who look: what is imported on first use too."""
+    """Lists the public names, including those imported on first use."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 

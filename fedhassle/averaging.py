@@ -59,7 +59,7 @@ class Averaged(Method):
 
     @property
     def pooled(self) -> bool:  # type: ignore[override]
-        """Whether the method's labelled data lie in one place."""
+        """True if all labelled data lie in one place, as for the method."""
         return self.inner.pooled
 
     def for_run(self, rounds: int, steps: int | None = None) -> Self:
@@ -88,7 +88,7 @@ class Averaged(Method):
         return sent | {name: state[name] for name in means if name in state}
 
     def memory(self, client: Client, message: Arrays) -> Arrays:
-        """What a client of the method keeps."""
+        """The arrays that a client of the method keeps."""
         return self.inner.memory(client, message)
 
     def counts(self, update: Update) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""What a method is. No device, transport, engine or particular method is known here.
+"""The interface of a method. It knows no device, transport, engine or particular method.
 
 Rulings, by their numbers here and elsewhere, are in docs/paper.md.
 """
@@ -26,7 +26,7 @@ MEAN_OF = "mean of "  # before the name of a model: its running mean over rounds
 
 
 class Client(NamedTuple):
-    """What the server knows of a client: its name, n_L and n_U."""
+    """A client as the server knows it: its name, n_L and n_U."""
 
     name: str
     labelled: int
@@ -174,7 +174,7 @@ class Phase:
 
 
 class Update(NamedTuple):
-    """What comes back from a client."""
+    """A client's answer to a message."""
 
     client: Client
     arrays: Arrays  # each vector that it trained
@@ -264,7 +264,7 @@ class Method:
         raise NotImplementedError
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """What a client does in round t; () = it is not asked."""
+        """Returns the training of a client in round t; () = it is not asked."""
         raise NotImplementedError
 
     def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
@@ -272,15 +272,15 @@ class Method:
         raise NotImplementedError
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
-        """What a client is sent, and what is counted."""
+        """Returns the arrays that a client is sent, whose bytes are counted."""
         return state
 
     def memory(self, client: Client, message: Arrays) -> Arrays:
-        """What a client keeps between rounds: its first values."""
+        """Returns the first values of the arrays that a client keeps between rounds."""
         return {}
 
     def counts(self, update: Update) -> Mapping[str, int]:
-        """What an update weighs in the mean of each vector: the samples that trained it."""
+        """Returns the weight of an update in the mean of each vector: the samples that trained it."""
         return update.samples
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
@@ -288,7 +288,7 @@ class Method:
         return state | average([update._replace(samples=self.counts(update)) for update in updates])
 
     def model(self, state: Arrays) -> Arrays:
-        """What of the state one takes home to predict with."""
+        """Returns the part of the state that prediction needs."""
         return state
 
     def report(self, scores: Mapping[str, float]) -> dict[str, float]:

@@ -180,7 +180,7 @@ class FedMatch(Method):
         return dict.fromkeys(update.arrays, labels if self.weights == "labels" else 1)
 
     def remembered(self, state: Arrays, update: Update) -> Arrays:
-        """What the server keeps of a client: its ψ, and what its model makes of one fixed image of noise."""
+        """Returns what the server keeps of a client: its ψ, and the output of its model on a fixed noise image."""
         sigma, psi = update.arrays.get("sigma", state["sigma"]), update.arrays["psi"]
         noise = generator("FedMatch's noise").random((1, *self.net.shape), dtype=np.float32)
         with torch.no_grad():

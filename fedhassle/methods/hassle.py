@@ -126,7 +126,7 @@ class Hassle(Method):
         return {name: networks[name].initial(seed, slot) for name, slot in slots.items() if name in networks}
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
-        """What the client's phases use and no more (ruling 21)."""
+        """Returns the models that the client's phases use and no more (ruling 21)."""
         needed: set[str] = set()
         for side in self.sides(client, t):
             needed |= {side.dual}
@@ -149,7 +149,7 @@ class Hassle(Method):
         return tuple(side for side in trained if client.count(side.part))
 
     def trains_residuals(self, t: int) -> bool:
-        """Whether round t trains the residual models."""
+        """Returns true if round t trains the residual models."""
         return self.gra and t > self.warmup
 
     def side_phases(self, side: Side, t: int) -> Iterator[Phase]:

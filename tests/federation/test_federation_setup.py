@@ -251,7 +251,10 @@ JOINS = {
     "the authority's name": (lambda *_: ("--name", "ca"), "'ca' is reserved"),
     "the server's name": (lambda *_: ("--name", "Server"), "'Server' is reserved"),
     "no images": (lambda given, _: ("--data", given / "none"), "none does not exist"),
-    "a wrong class": (lambda _, images: (images / "cat").rename(images / "cow") and (), "'cow' is not one of"),
+    "a wrong class": (
+        lambda _, images: (images / "cat").rename(images / "cow") and (),
+        "'cow' is not one of",
+    ),
     "no authority": (lambda given, _: (given / "ca.crt").unlink() or (), "ca.crt cannot be read"),
     "no file": (lambda given, _: (given / "federation.toml").unlink() or (), "no federation.toml"),
 }
