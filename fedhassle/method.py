@@ -299,10 +299,10 @@ class Method:
         """Changes of an entry up to this size are sent in neither direction."""
         return 0.0
 
-    def teaching(self, received: Models) -> Models:
-        """Returns the models that give pseudo-labels: those received, or their means where these are sent."""
-        means = {k.removeprefix(MEAN_OF): v for k, v in received.items() if k.startswith(MEAN_OF)}
-        return {**received, **means}
+    def teaching(self, received: Models, name: str) -> Any:
+        """Returns a model that gives pseudo-labels: its running mean if that was sent, or the model."""
+        mean = MEAN_OF + name
+        return received[mean] if mean in received else received[name]
 
     def cross_entropy(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns ℓ(z, y), mean over the batch; with `prior`, of calibrated logits."""

@@ -180,7 +180,7 @@ class FedMatch(Method):
         return dict.fromkeys(update.arrays, labels if self.weights == "labels" else 1)
 
     def remembered(self, state: Arrays, update: Update) -> Arrays:
-        """Returns what the server keeps of a client: its ψ, and the output of its model on a fixed noise image."""
+        """Returns what the server keeps of a client: its ψ, and its model's output on a fixed noise image."""
         sigma, psi = update.arrays.get("sigma", state["sigma"]), update.arrays["psi"]
         noise = generator("FedMatch's noise").random((1, *self.net.shape), dtype=np.float32)
         with torch.no_grad():

@@ -45,7 +45,7 @@ class FixMatch(FedAvg):
         views = (*labelled.views, *unlabelled.views)
         z, z_weak, z_strong = local["w"](torch.cat(views)).split([len(x) for x in views])
         consistency = self.consistency(
-            z_weak.detach(), self.teaching(received)["w"], unlabelled.views[0], z_strong
+            z_weak.detach(), self.teaching(received, "w"), unlabelled.views[0], z_strong
         )
         return self.cross_entropy(z, labelled.y) + self.weight * consistency
 

@@ -33,7 +33,7 @@ class FixMatchGlobal(FixMatch):
         """The consistency of an unlabelled client."""
         weak, strong = unlabelled.views
         z_weak, z_strong = local["w"](torch.cat([weak, strong])).chunk(2)
-        return self.weight * self.consistency(z_weak.detach(), self.teaching(received)["w"], weak, z_strong)
+        return self.weight * self.consistency(z_weak.detach(), self.teaching(received, "w"), weak, z_strong)
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
         """The strong view is to be what the model received is sure that the weak one is."""

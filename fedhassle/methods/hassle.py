@@ -166,7 +166,9 @@ class Hassle(Method):
 
     def pseudo_label(self, received: Models, x: Tensor) -> Tensor:
         """ŷ = argmax f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals Eq. 5."""
-        return hard_labels(self.logits(SUPERVISED, self.teaching(received), x), self.confidence)
+        names = self.teachers if SUPERVISED.before in received else (SUPERVISED.dual,)
+        known = {name: self.teaching(received, name) for name in names}
+        return hard_labels(self.logits(SUPERVISED, known, x), self.confidence)
 
     def dual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
         """L_S: cross-entropy and the proximity of the other dual (Eq. 12)."""

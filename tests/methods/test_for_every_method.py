@@ -8,6 +8,7 @@ import small
 import torch
 from by_hand import NET, B, M, ce, ce_gradient, f, gradient, pull_back, softmax
 from federations import federation
+from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from small import assert_same_result, call, cut, made
 
 import fedhassle
@@ -135,6 +136,15 @@ def test_every_method_heeds_them(name, setting):
     plain, other = (small.trained(made(name, **more), here).arrays for more in ({}, setting))
     assert plain.keys() == other.keys()
     assert any(not torch.equal(plain[k], other[k]) for k in plain)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "mixmatch", "fedmatch", "sage", "hassle"])
+def test_lanes_train_as_one_client_after_the_other_does(name):
+    """With all settings on, over four rounds: from the second on the means give pseudo-labels."""
+    settings = {"prior": "batch", "labelled_view": "strong", "average": 0.5}
+    teacher = {"teacher": "average"} if METHODS[name].teachers else {}
+    method = Averaged.of(made(name, **settings, **teacher))
+    assert_lanes_train_as_eagerly(pool(), method, clients()[:3], rounds=4)
 
 
 # Means over rounds
