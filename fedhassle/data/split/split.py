@@ -214,6 +214,8 @@ def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: L
         halves = np.array([part.sizes.sum() for part in parts[:2]])
         least = np.array([1, partial.size])
         pools[:2], notes = drawer.divide("all labels", np.concatenate(pools[:2]), halves, least)
+        if abs(pools[0].size - halves[0]) == 1:  # equal chunks: the first got the sample left over
+            pools[:2] = np.split(np.concatenate(pools[:2]), halves[:1])
     divided: list[dict[int, Rows]] = []  # the rows of each part, by client
     for part, pool in zip(parts, pools, strict=True):
         rows, more = drawer.divide(part.name, pool, part.sizes, np.ones_like(part.sizes))
