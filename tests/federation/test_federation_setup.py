@@ -251,7 +251,7 @@ JOINS = {
     "the authority's name": (lambda *_: ("--name", "ca"), "cannot be called 'ca'"),
     "the server's name": (lambda *_: ("--name", "Server"), "cannot be called 'Server'"),
     "no images": (lambda given, _: ("--data", given / "none"), "none does not exist"),
-    "a wrong class": (lambda _, images: (images / "cat").rename(images / "cow") and (), "'cow' is not one of"),
+    "a wrong class": (lambda _, images: (images / "cat").rename(images / "cow") and (), "'cow' is not one"),
     "no authority": (lambda given, _: (given / "ca.crt").unlink() or (), "ca.crt cannot be read"),
     "no file": (lambda given, _: (given / "federation.toml").unlink() or (), "holds no federation.toml"),
 }
