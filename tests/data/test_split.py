@@ -354,3 +354,11 @@ def test_table_counts_what_each_client_holds():
         "unlabelled",
         (0, 0, 2, 0),
     )
+
+
+@pytest.mark.parametrize("kind", ["authors", "balanced"])
+def test_the_full_client_takes_no_label_from_the_partial_clients(kind):
+    """Four labels for it and five for the others: in two equal chunks the first would have five."""
+    labels = {"full": 1, "partial": 5, "unlabelled": 4, "share": 9 / 40}
+    made = split(np.arange(40) % 3, kind=kind, labels=labels, clients=10)
+    assert sizes(made.labelled) == [4, 1, 1, 1, 1, 1, 0, 0, 0, 0]
