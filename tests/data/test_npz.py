@@ -141,7 +141,7 @@ def test_other_files_than_npz_are_a_user_error(tmp_path: Path) -> None:
         load(tmp_path / "absent.npz")
 
 
-def survives(path: Path) -> None:
+def assert_survives(path: Path) -> None:
     """Loads a file that may be bad: the result is a valid data set or a UserError."""
     try:
         own = load(path)
@@ -181,11 +181,11 @@ def test_damaged_bytes_never_end_in_another_error(
     path = tmp_path / "damaged.npz"
     for content in (WHOLE[: round(kept * len(WHOLE))], flipped(WHOLE, flips)):
         path.write_bytes(content)
-        survives(path)
+        assert_survives(path)
     path.write_bytes(written({key: value for key, value in GOOD.items() if key != "x_train"}))
     with zipfile.ZipFile(path, "a") as archive:  # whose checksum fits: only numpy can find the damage
         archive.writestr("x_train.npy", flipped(MEMBER[:128], header) + MEMBER[128:])
-    survives(path)
+    assert_survives(path)
 
 
 NUMBERS = st.sampled_from(
@@ -201,7 +201,7 @@ ANY = st.builds(
 @given(st.dictionaries(st.sampled_from([*GOOD, "class_names"]), st.none() | ANY, max_size=3))
 def test_arbitrary_arrays_never_end_in_another_error(tmp_path: Path, change: dict[str, Any]) -> None:
     content = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
-    survives(saved(tmp_path, content))
+    assert_survives(saved(tmp_path, content))
 
 
 # Stacks, and pairs of images and labels

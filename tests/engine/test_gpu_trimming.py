@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import small
+import torch
 from small import CPU
 
 from fedhassle.engine.client import train, visit
@@ -105,6 +106,7 @@ def test_every_method_receives_what_it_reads(name):
     state = method.initial(0)
     for t in (1, 10):
         updates = trained_on(pool, method, state, t)
+        assert updates and all(torch.isfinite(v).all() for u in updates for v in u.arrays.values())
         state = method.merge(state, updates, t, generator(t))
 
 

@@ -163,7 +163,7 @@ def test_a_second_run_is_refused_while_another_is_running(
         raise UserError("submitted")
 
     monkeypatch.setattr(processes, "submit", submit)
-    first = host.RunInfo(1, status, "2026-01-02", "/runs/first")
+    first = host.StartedRun(1, status, "2026-01-02", "/runs/first")
     monkeypatch.setattr(host, "runs", lambda link: [first])
     code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
     assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
@@ -449,7 +449,7 @@ def test_status_shows_the_sites_online_and_those_that_the_last_run_refused(
     list(host.apply_admissions(None, admitted(coordinator)))
     link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
     monkeypatch.setattr(host, "is_ready", lambda link: True)
-    last = host.RunInfo(1, "running", "2026-01-02", str(tmp_path / "run"))
+    last = host.StartedRun(1, "running", "2026-01-02", str(tmp_path / "run"))
     monkeypatch.setattr(host, "runs", lambda link: [last])
     code, out, _ = call("federation", "status", coordinator)
     lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]

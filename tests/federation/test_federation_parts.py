@@ -31,7 +31,7 @@ from PIL import Image
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.flower import patches, process_tree, processes
-from fedhassle.federation.flower.transport import FlowerTransport, Request, from_records, to_records
+from fedhassle.federation.flower.transport import FlowerTransport, SiteRequest, from_records, to_records
 from fedhassle.federation.messages import (
     Payload,
     RefusedError,
@@ -571,6 +571,6 @@ def test_a_run_that_is_stopped_while_it_sends_ends(push, monkeypatch):
     monkeypatch.setattr(
         "fedhassle.federation.flower.transport.Message", lambda *words, **named: words
     )  # needs a task
-    requests = [Request(node, "train", Payload({}, {}), "1", 60.0) for node in (1, 2)]
+    requests = [SiteRequest(node, "train", Payload({}, {}), "1", 60.0) for node in (1, 2)]
     with pytest.raises(SystemExit, match="stopped"):
         FlowerTransport(Stopped(push)).push(requests)

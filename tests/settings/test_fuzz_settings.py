@@ -50,7 +50,7 @@ KEYS = [
 ]
 
 
-def build_or_refuse(pairs):
+def assert_builds_or_refuses(pairs):
     """Builds everything a run needs; the only exception allowed is a UserError."""
     try:
         settings = resolve(from_json(to_json(request("quick", pairs))))
@@ -68,7 +68,7 @@ def build_or_refuse(pairs):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 def test_random_settings_build_or_end_in_a_user_error(images, changes, labels):
     layout = {} if labels is None else {"split.labels": labels}
-    build_or_refuse({**small.SETTINGS, "data.name": str(images), **changes, **layout})
+    assert_builds_or_refuses({**small.SETTINGS, "data.name": str(images), **changes, **layout})
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_random_settings_build_or_end_in_a_user_error(images, changes, labels):
     ids=lambda value: str(value)[:12].replace("\0", "NUL"),
 )
 def test_a_monstrous_setting_builds_or_ends_in_a_user_error(key, value, images):
-    build_or_refuse({**small.SETTINGS, "data.name": str(images), key: value})
+    assert_builds_or_refuses({**small.SETTINGS, "data.name": str(images), key: value})
 
 
 @given(st.text(st.sampled_from("rounds=split.method[]{}\"'\n 0123,-naif"), max_size=40))

@@ -241,14 +241,14 @@ MONSTERS = pytest.mark.parametrize(
 
 @MONSTERS
 def test_a_monstrous_word_is_at_most_a_user_error(word):
-    requested_or_refused("paper", [word, word])
+    assert_requested_or_refused("paper", [word, word])
 
 
 @MONSTERS
 def test_a_monstrous_file_is_at_most_a_user_error(word, tmp_path):
     file = tmp_path / "monster.toml"
     file.write_text(word)
-    requested_or_refused(str(file), [])
+    assert_requested_or_refused(str(file), [])
 
 
 def test_a_line_break_in_a_value_does_not_hide_a_second_setting():
@@ -257,7 +257,7 @@ def test_a_line_break_in_a_value_does_not_hide_a_second_setting():
         asked("rounds=1\nseed = 2")
 
 
-def requested_or_refused(config, changes):
+def assert_requested_or_refused(config, changes):
     """Makes a request; the only exception allowed is a UserError."""
     try:
         requested = request(config, changes)
@@ -270,7 +270,7 @@ def requested_or_refused(config, changes):
 @example(["method=1", "method.x=2"])
 @example(["split.labels={}", "split.labels.a=1"])
 def test_random_words_are_settings_or_a_user_error(words):
-    requested_or_refused("paper", words)
+    assert_requested_or_refused("paper", words)
 
 
 KEYS = st.lists(
@@ -286,7 +286,7 @@ VALUES = st.one_of(
 
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=4))
 def test_random_keys_and_values_are_settings_or_a_user_error(pairs):
-    requested_or_refused("quick", [f"{'.'.join(key)}={value}" for key, value in pairs])
+    assert_requested_or_refused("quick", [f"{'.'.join(key)}={value}" for key, value in pairs])
 
 
 @given(st.one_of(st.binary(max_size=60), st.text(st.sampled_from("[]{}=,.'\"#\n abmethod19-:"), max_size=60)))
@@ -295,4 +295,4 @@ def test_random_keys_and_values_are_settings_or_a_user_error(pairs):
 def test_a_random_file_is_settings_or_a_user_error(tmp_path, content):
     file = tmp_path / "random.toml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    requested_or_refused(str(file), [])
+    assert_requested_or_refused(str(file), [])

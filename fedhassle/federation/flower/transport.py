@@ -23,7 +23,7 @@ class ConnectedNode(NamedTuple):
     since: str  # the time at which it connected
 
 
-class Request(NamedTuple):
+class SiteRequest(NamedTuple):
     """A message to a node."""
 
     node: int
@@ -48,7 +48,7 @@ class Transport(Protocol):
         """The nodes that are online."""
         ...
 
-    def push(self, requests: Sequence[Request]) -> Sequence[str | None]:
+    def push(self, requests: Sequence[SiteRequest]) -> Sequence[str | None]:
         """Sends requests; returns the id of each, or None where it could not be sent."""
         ...
 
@@ -74,7 +74,7 @@ class FlowerTransport:
             for node in self.grid.get_nodes()
         ]
 
-    def push(self, requests: Sequence[Request]) -> list[str | None]:
+    def push(self, requests: Sequence[SiteRequest]) -> list[str | None]:
         """Sends requests; arrays that several of them share go to the SuperLink once."""
         if not requests:
             return []

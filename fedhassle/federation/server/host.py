@@ -186,7 +186,7 @@ class RegisteredNode(NamedTuple):
     since: str  # the time it was last online, ISO 8601; empty: never
 
 
-class RunInfo(NamedTuple):
+class StartedRun(NamedTuple):
     """A run that the SuperLink knows."""
 
     id: int
@@ -271,12 +271,12 @@ def pem(key: str) -> bytes:
     return public_key_to_bytes(load_ssh_public_key(key.encode()))  # type: ignore[arg-type]
 
 
-def runs(link: Link) -> list[RunInfo]:
+def runs(link: Link) -> list[StartedRun]:
     """The runs that the SuperLink knows, the latest first."""
     with connected_to(link) as client:
         known = client.ListRuns(ListRunsRequest()).run_dict.values()
     made = [
-        RunInfo(run.run_id, status_of(run.status), run.pending_at, run.override_config["folder"].string)
+        StartedRun(run.run_id, status_of(run.status), run.pending_at, run.override_config["folder"].string)
         for run in known
     ]
     return sorted(made, key=lambda run: run.since, reverse=True)

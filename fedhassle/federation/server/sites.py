@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.build import own_code_in
-from fedhassle.federation.flower.transport import ConnectedNode, Request, Transport
+from fedhassle.federation.flower.transport import ConnectedNode, SiteRequest, Transport
 from fedhassle.federation.messages import (
     LONGEST_NAME,
     Failure,
@@ -105,7 +105,7 @@ class Sites:
         new = sorted(nodes - self._met.keys())
         query = Payload({"kind": "query"})
         ids = self.transport.push(
-            [Request(node.id, "query", query, "hello", self.rules.timeout) for node in new]
+            [SiteRequest(node.id, "query", query, "hello", self.rules.timeout) for node in new]
         )
         for node, request in zip(new, ids, strict=True):
             if request is not None:  # otherwise it is asked the next time
@@ -134,7 +134,7 @@ class Sites:
             log.warning("%s is refused: %s", name, refused)
             self.audit.write("refused", site=name, why=str(refused))
             told = Payload({"kind": "query", "refused": str(refused)})
-            self.transport.push([Request(node.id, "query", told, "hello", self.rules.timeout)])
+            self.transport.push([SiteRequest(node.id, "query", told, "hello", self.rules.timeout)])
             return
         client = said.client
         self.joined[client.name] = JoinedSite(node, said)
@@ -198,7 +198,7 @@ class Sites:
         names = [name for name in payloads if name in self.joined]
         answers: Answers = {name: Failure("it has left") for name in payloads if name not in self.joined}
         requests = [
-            Request(self.joined[name].node.id, kind, payloads[name], group, self.rules.timeout + LIFETIME)
+            SiteRequest(self.joined[name].node.id, kind, payloads[name], group, self.rules.timeout + LIFETIME)
             for name in names
         ]
         waiting: dict[str, str] = {}

@@ -24,7 +24,7 @@ CONFIRMED, WITHIN, SO_FAR, IN_PART, NOT, UNKNOWN = (
 NEAR = 0.1  # relative difference up to which two values are near each other
 
 
-class Side(NamedTuple):
+class ComparedSide(NamedTuple):
     """One of the two values of a comparison."""
 
     label: str
@@ -36,8 +36,8 @@ class Comparison(NamedTuple):
     """A claim about two values: the first is no lower than the second, or near to it."""
 
     where: str  # the choices that both share
-    high: Side
-    low: Side
+    high: ComparedSide
+    low: ComparedSide
     unit: Unit = PERCENT
     near: bool = False
 
@@ -243,7 +243,7 @@ def ordered_metrics(claim: Claim, results: Sequence[CellResult]) -> Iterator[Com
             continue
         for pair in itertools.pairwise(metrics):
             high, low = (
-                Side(metric_label(metric), exact(one, metric, claim.early), settings_of(one))
+                ComparedSide(metric_label(metric), exact(one, metric, claim.early), settings_of(one))
                 for metric in pair
             )
             yield Comparison(called(one.choices), high, low, unit(pair[0]))
@@ -257,7 +257,7 @@ def near(claim: Claim, results: Sequence[CellResult]) -> Iterator[Comparison]:
         if isinstance(claim.near, str):
             others = [side(other, claim) for other in named([claim.near], results)]
         else:
-            others = [Side("the paper", dict.fromkeys(mine.values, claim.near / shown.scale))]
+            others = [ComparedSide("the paper", dict.fromkeys(mine.values, claim.near / shown.scale))]
         yield from (Comparison("", mine, other, shown, near=True) for other in others)
 
 
@@ -299,10 +299,10 @@ def named(names: Sequence[str], results: Sequence[CellResult]) -> list[CellResul
     return [one for name in names for one in results if one.name == name]
 
 
-def side(result: CellResult, claim: Claim, axis: int | None = None) -> Side:
+def side(result: CellResult, claim: Claim, axis: int | None = None) -> ComparedSide:
     """The value of a result that a claim compares, labelled by its choice on an axis or by all choices."""
     label = called(result.choices) if axis is None else result.choices[axis].label
-    return Side(label, values(result, claim), settings_of(result))
+    return ComparedSide(label, values(result, claim), settings_of(result))
 
 
 def settings_of(result: CellResult) -> str:

@@ -20,8 +20,8 @@ from fedhassle.reproduce.report.findings import (
     SO_FAR,
     UNKNOWN,
     WITHIN,
+    ComparedSide,
     Comparison,
-    Side,
     findings,
 )
 from fedhassle.reproduce.report.layout import ResultTable, result_table
@@ -136,7 +136,7 @@ def direction(points: float, decimals: int) -> str:
     return "above" if points >= least else "below" if points <= -least else "level"
 
 
-def side_text(side: Side, comparison: Comparison) -> str:
+def side_text(side: ComparedSide, comparison: Comparison) -> str:
     """One value of a comparison over the common seeds."""
     return comparison.unit.spread_text(spread([side.values[seed] for seed in comparison.seeds]))
 
