@@ -240,8 +240,8 @@ class Method:
             f"clip must be at least 0 (0 = off), got {self.clip}",
         )
         require(
-            self.average is None or 0 < self.average < 1,
-            f"average must lie between 0 and 1, got {self.average}",
+            self.average is None or 0 <= self.average < 1,
+            f"average must be in [0, 1), got {self.average}",
         )
         require(
             self.teacher is None or bool(self.average is not None and self.teachers),

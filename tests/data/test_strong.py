@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from fedhassle.data import strong
-from fedhassle.engine.gpu.graphs import Watch
+from fedhassle.engine.gpu.graphs import SyncDetector
 
 NAMES = (
     "AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize",
@@ -355,7 +355,7 @@ def test_no_host_waits(channels):
     """It can be captured: nothing depends on values on the device."""
     images, u = batch(channels=channels)
     expected = strong.augmented(images, u)
-    with Watch():
+    with SyncDetector():
         made = strong.augmented(images, u)
     assert torch.equal(made, expected)
 

@@ -239,7 +239,7 @@ def test_a_run_does_not_outlive_its_server(deployment):
     deployment.orders({})
     deployment.submit("left", rounds=50, minimum=3)
     deployment.until("left", lambda: deployment.events("left", "done"), "a round")
-    below = process_tree.descendants(deployment.link.pid)
+    below = [one for one in process_tree.descendants(deployment.link.pid) if process_tree.is_alive(one)]
     coordinator = [one for one in below if "flwr-serverapp" in " ".join(one.cmdline())]
     for one in {psutil.Process(deployment.link.pid), *below} - set(coordinator):
         one.kill()

@@ -243,7 +243,7 @@ def test_a_run_with_means_is_cut_and_goes_on_and_its_model_predicts_with_them(ei
     assert model.predict(images, mode="EM averaged").classes.shape == (len(images),)
 
 
-@pytest.mark.parametrize("average", [0.0, 1.0, -0.1, 1.5])
-def test_a_decay_lies_between_0_and_1(average):
+@pytest.mark.parametrize("average", [1.0, -0.1, 1.5])
+def test_a_decay_is_at_least_0_and_below_1(average):
     with pytest.raises(fedhassle.UserError, match=f"average .* got {average}"):
         made("fedavg", average=average)
