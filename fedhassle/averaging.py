@@ -96,7 +96,7 @@ class Averaged(Method):
         return self.inner.counts(update)
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
-        """M ← a·m + (1 − a)·w for each model w that predicts, where a = min(average, 1 − 1/t)."""
+        """Merges, then m ← a·m + (1 − a)·w for each model w that predicts; a = min(average, 1 − 1/t)."""
         merged = self.inner.merge(plain(state), updates, t, rng)
         share = min(self.average or 0.0, 1 - 1 / t)
         now = self.inner.model(merged).items()
