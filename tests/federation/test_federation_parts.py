@@ -1,9 +1,11 @@
 """The parts of a federation: messages, audit log, validation shares, access, processes."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -574,3 +576,16 @@ def test_a_run_that_is_stopped_while_it_sends_ends(push, monkeypatch):
     requests = [SiteRequest(node, "train", Payload({}, {}), "1", 60.0) for node in (1, 2)]
     with pytest.raises(SystemExit, match="stopped"):
         FlowerTransport(Stopped(push)).push(requests)
+
+
+def test_a_free_port_is_one_that_nobody_uses(monkeypatch):
+    """Of two ports the one that is taken is never returned."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", processes.free_port()))
+        port = taken.getsockname()[1]
+        assert port in processes.PORTS
+        monkeypatch.setattr(processes, "PORTS", range(port, port + 2))
+        with contextlib.suppress(OSError), socket.socket() as other:  # the second may be in use as well
+            other.bind(("127.0.0.1", port + 1))
+            other.close()
+            assert {processes.free_port() for _ in range(8)} == {port + 1}

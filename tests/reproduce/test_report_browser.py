@@ -130,7 +130,7 @@ PHONE = """(() => {
   return {
     wraps: all('.tile dt', e => getComputedStyle(e).overflowWrap),
     fits: all('.tile dt', e => e.scrollWidth <= e.clientWidth),
-    names: Math.max(...all('#table1 .measurements tbody th', wide)) / wide(box),
+    names: Math.max(...all('#table1 .figures tbody th', wide)) / wide(box),
     charts: Math.max(...all('section > figure .chart', e => wide(e) / wide(e.parentElement))),
     named: all('section > figure .chart', named),
     attached: getComputedStyle(box).backgroundAttachment,
@@ -152,8 +152,8 @@ def test_a_phone_shows_words_whole_names_of_lines_and_where_there_is_more(tab, r
 def test_only_the_best_is_bold(tab, report):
     tab.show(report)
     weight = "(s => [...document.querySelectorAll(s)].map(e => getComputedStyle(e).fontWeight))"
-    assert set(tab.run(f"{weight}('.measurements .gap')")) <= {"400"}
-    assert set(tab.run(f"{weight}('.measurements b')")) <= {"700"}
+    assert set(tab.run(f"{weight}('.figures .gap')")) <= {"400"}
+    assert set(tab.run(f"{weight}('.figures b')")) <= {"700"}
 
 
 def test_wide_tables_scroll_by_themselves_and_by_keyboard(tab, report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from fedhassle.errors import UserError
 from fedhassle.files import write_text
 
 CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
+PORTS = range(20_000, 32_768)  # from 32,768 on Linux gives ports to outgoing connections
 PARENT = "FEDHASSLE_PARENT"  # environment variable: the id of the process that started this one
 
 
@@ -183,10 +185,16 @@ def supernode_command(address: str, ca: Path, key: Path, config: Path) -> list[s
 
 
 def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Returns a port of this machine that nobody uses.
+
+    It lies below those that systems give to outgoing connections, or one of these could take it before a
+    server listens on it.
+    """
+    while True:
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def connect(home: Path, address: str, ca: Path) -> None:
