@@ -35,11 +35,11 @@ from benchmarks.report import (
     scaling_table,
 )
 from fedhassle.data.catalogue import CATALOGUE, Dataset
-from fedhassle.data.split.split import Split, pooled, split, steps_on_labels
+from fedhassle.data.split.split import Split, pooled, split
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES, Engine, Precision
 from fedhassle.engine.rounds import Plan
-from fedhassle.engine.simulator import Simulator
+from fedhassle.engine.simulator import Simulator, clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_json
 from fedhassle.method import Method
@@ -186,8 +186,7 @@ class Bench:
         wanted = {"batch": size.batch, "epochs": size.epochs, "residual_steps": size.residual_steps, "lr": LR}
         known = {field.name for field in dataclasses.fields(kind)}
         made = kind(net=net, **{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
-        steps = steps_on_labels(parts, PER_ROUND, size.epochs, size.batch)
-        return made.for_run(1, steps)  # one round, like the last of a long run
+        return made.for_run(1, clients_of(parts), PER_ROUND)  # one round, like the last of a long run
 
     @property
     def engine(self) -> Engine:
@@ -225,7 +224,7 @@ class Bench:
     ) -> dict[str, Any]:
         """Figures of our rounds of one method."""
         self.tell(f"{name}: our rounds{' (compiling takes a while)' if self.engine.compile else ''}")
-        parts = pooled(parts) if method.pooled else parts
+        parts = pooled(parts, method.pooled) if method.pooled else parts
         simulator = Simulator(dataset, parts, 0, self.engine, self.threads)
         costs = Costs(
             samples_of_step(method),

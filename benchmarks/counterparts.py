@@ -173,6 +173,7 @@ COUNTERPARTS: dict[str, dict[str, Make]] = {  # by method and phase
         "unlabelled": matching(fixmatch_alone, between),
     },
     "central": {"labelled": fedavg},
+    "central-fixmatch": {"labelled": fedavg, "both": matching(fixmatch, own)},
     "local": {"labelled": fedavg},
 }
 

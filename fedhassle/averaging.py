@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from fedhassle.method import MEAN_OF, Client, Method, Phase, Update
+from fedhassle.method import MEAN_OF, Client, Method, Part, Phase, Update
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays
 
@@ -58,13 +58,13 @@ class Averaged(Method):
         return self.inner.teachers
 
     @property
-    def pooled(self) -> bool:  # type: ignore[override]
-        """True if all labelled data lie in one place, as for the method."""
+    def pooled(self) -> tuple[Part, ...]:  # type: ignore[override]
+        """The parts of the data that lie in one place for the method."""
         return self.inner.pooled
 
-    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """The method as its run has it."""
-        return replace(self, method=self.inner.for_run(rounds, steps))
+        return replace(self, method=self.inner.for_run(rounds, clients, drawn))
 
     def networks(self) -> dict[str, Net]:
         """The method's networks, and the means that are sent."""

@@ -225,7 +225,7 @@ class Method:
     labelled_view: Literal["weak", "strong"] | None = None  # of labelled images; None: the method's own
 
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
-    pooled: ClassVar[bool] = False  # whether all labelled data lie in one place: a reference, no federation
+    pooled: ClassVar[tuple[Part, ...]] = ()  # parts of all clients' data in one place: no federation has that
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
     modes: ClassVar[Mapping[str, str]] = {}  # predictions to choose from and what each is; {}: the headline
 
@@ -248,10 +248,10 @@ class Method:
             "teacher=average needs a decay (average=0.9), and a method that has its models label samples",
         )
 
-    def for_run(self, rounds: int, steps: int | None = None) -> Self:
-        """The method as its run has it: of so many rounds, in which FedAvg would make so many steps each.
+    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
+        """The method as its run has it: of so many rounds, in each of which so many clients are drawn.
 
-        The steps are all clients' together, on average; None where nobody knows all of them beforehand.
+        There are no clients where nobody knows all of them beforehand, as in a federation.
         """
         return self
 
@@ -315,6 +315,12 @@ class Method:
     def sgd(self, decay: float = 0.0) -> SGD:
         """The optimiser of this method's descents."""
         return SGD(self.lr, self.momentum, decay, self.net.clip if self.clip is None else self.clip)
+
+
+def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:
+    """Returns the mean number of steps of a round in which so many clients are drawn; at least 1."""
+    total = sum(phase.length(client) for client in clients for phase in method.phases(client, 1))
+    return max(1, round(drawn / len(clients) * total))
 
 
 def require_confidence(value: float) -> None:

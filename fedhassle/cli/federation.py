@@ -139,7 +139,7 @@ def run(
 
     The run takes place in the server: Ctrl-C stops it, but it survives a crash of this command. With the same
     --out the command follows the run again, or resumes it from its last round. The table [run] in
-    federation.toml holds the settings; every method except `central` works.
+    federation.toml holds the settings; every method works except `central` and `central-fixmatch`.
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request

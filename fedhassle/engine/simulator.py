@@ -50,9 +50,7 @@ class Simulator:
         # Not on the device, whose memory must not grow with the number of clients.
         parts = zip(split.labelled, split.unlabelled, strict=True)
         self.rows = dict(zip(split.names if names is None else names, parts, strict=True))
-        self.clients: Sequence[Client] = tuple(
-            Client(name, len(labelled), len(unlabelled)) for name, (labelled, unlabelled) in self.rows.items()
-        )
+        self.clients = clients_of(split, names)
         self.client_state = ClientState() if client_state is None else client_state
         self.transfer = Transfer(self.client_state, device)
 
@@ -123,6 +121,12 @@ class Simulator:
         labelled, unlabelled = (to_device(part, self.engine.device) for part in rows)
         truth = self.y[unlabelled] if self.truth_known else None
         return Site(client, Samples(self.images, labelled, self.y[labelled], unlabelled, truth), self.views)
+
+
+def clients_of(split: Split, names: Sequence[str] | None = None) -> Sequence[Client]:
+    """The clients of a split; by default with the split's own names."""
+    parts = zip(split.names if names is None else names, split.labelled, split.unlabelled, strict=True)
+    return tuple(Client(name, len(labelled), len(unlabelled)) for name, labelled, unlabelled in parts)
 
 
 def steps(method: Method, client: Client, t: int) -> int:

@@ -2,6 +2,7 @@
 
 from fedhassle.method import Method
 from fedhassle.methods.central import Central
+from fedhassle.methods.central_fixmatch import CentralFixMatch
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.methods.fedmatch import FedMatch
 from fedhassle.methods.fedprox import FedProx
@@ -24,5 +25,6 @@ METHODS: dict[str, type[Method]] = {
     "fixmatch-global": FixMatchGlobal,
     "sage": Sage,
     "central": Central,
+    "central-fixmatch": CentralFixMatch,
     "local": Alone,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from fedhassle.errors import require
-from fedhassle.method import Client, Phase
+from fedhassle.method import Client, Method, Part, Phase, mean_steps
 from fedhassle.methods.fedavg import FedAvg
 
 
@@ -17,19 +18,25 @@ class Central(FedAvg):
     Unlabelled data and clients are idle.
     """
 
-    steps: int | None = None  # a round; None: as many as FedAvg's clients make in the run, on average; ours
+    steps: int | None = None  # a round; None: as many as its clients would make, on average; ours
 
-    pooled: ClassVar[bool] = True
+    pooled: ClassVar[tuple[Part, ...]] = ("labelled",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps is None or self.steps >= 1, f"steps must be at least 1, got {self.steps}")
 
-    def for_run(self, rounds: int, steps: int | None = None) -> Self:
-        """With FedAvg's steps, unless others are asked for."""
-        return self if self.steps else replace(self, steps=steps)
+    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
+        """With the steps that the clients would make, unless others are asked for."""
+        if self.steps or not clients:
+            return self
+        return replace(self, steps=mean_steps(self.federated(), clients, drawn))
+
+    def federated(self) -> Method:
+        """Returns the method whose clients' steps it makes."""
+        return FedAvg(self.net, self.batch, self.epochs)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """FedAvg's walk, but so many steps of it."""
+        """The walks over data that lie at clients, but so many steps of each."""
         walks = super().phases(client, t)
         return tuple(replace(walk, epochs=0, steps=self.steps) for walk in walks) if self.steps else walks

@@ -36,7 +36,7 @@ class MixMatch(FedAvg):
         require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
         require(self.rounds is None or self.rounds >= 1, f"rounds must be at least 1, got {self.rounds}")
 
-    def for_run(self, rounds: int, steps: int | None = None) -> Self:
+    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With λ_u that grows to the run's last round, unless it is to stop earlier."""
         return self if self.rounds else replace(self, rounds=rounds)
 

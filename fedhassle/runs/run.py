@@ -12,8 +12,9 @@ import tomli_w
 import torch
 
 from fedhassle.data.catalogue import Dataset
-from fedhassle.data.split.split import Split, steps_on_labels
+from fedhassle.data.split.split import Split
 from fedhassle.engine.rounds import Plan
+from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.method import Method
@@ -164,8 +165,7 @@ def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method
     if per_round > clients:
         raise UserError(f"clients_per_round={per_round} is more than the {clients} clients of the split")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    steps = steps_on_labels(split, per_round, method.epochs, method.batch)
-    return method.for_run(settings.rounds, steps)
+    return method.for_run(settings.rounds, clients_of(split), per_round)
 
 
 # Runs that were cut

@@ -53,7 +53,7 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
     engine = build_engine(settings)
     if sharing > 1:
         engine = engine._replace(lanes=min(engine.lanes, max(1, SHARED_LANES // sharing)))
-    split = pooled(run.split) if run.method.pooled else run.split
+    split = pooled(run.split, run.method.pooled) if run.method.pooled else run.split
     simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)

@@ -120,6 +120,8 @@ STARTS = {  # the networks, in the order in which the counterpart builds them
     ("sage", "both"): ("w", "w received"),
     ("sage", "unlabelled"): ("w", "w received"),
     ("central", "labelled"): ("w",),
+    ("central-fixmatch", "labelled"): ("w",),
+    ("central-fixmatch", "both"): ("w",),
     ("local", "labelled"): ("w",),
 }
 LABELLED, UNLABELLED = {"labelled": range(8)}, {"unlabelled": range(20, 36)}

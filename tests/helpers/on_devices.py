@@ -58,7 +58,8 @@ def made(name, build, steps=1, lr=0.01):
     FedMatch multiplies its loss by ten, so it gets a tenth of the learning rate.
     """
     lr /= 10 if name == "fedmatch" else 1
-    short = {"hassle": {"residual_steps": steps}, "central": {"steps": steps}}
+    pooled = {name: {"steps": steps} for name in METHODS if METHODS[name].pooled}
+    short = {"hassle": {"residual_steps": steps}, **pooled}
     chosen = {"epochs": steps, **small.TELLING.get(name, {}), **STRONG.get(name, {}), **short.get(name, {})}
     net = small.net(build, channels=3, classes=7)
     return METHODS[name](net=net, batch=32, lr=lr, **chosen)

@@ -194,6 +194,7 @@ TELLING = {
     "fixmatch-global": {"confidence": 0.3},
     "sage": {"confidence": 0.3, "halving": 0.3},
     "central": {"steps": 2},
+    "central-fixmatch": {"steps": 2, "confidence": 0.3},
 }
 
 

@@ -40,6 +40,7 @@ from fedhassle.methods import (
     METHODS,
     Alone,
     Central,
+    CentralFixMatch,
     FedAvg,
     FedMatch,
     FixMatch,
@@ -907,12 +908,49 @@ def test_the_central_reference_makes_as_many_steps_as_fedavg_on_average(tmp_path
     assert central.method.steps == round(sum(steps) * 8 / 20) == 56
 
 
-def test_the_central_reference_has_all_labels_in_one_place():
-    split = pooled(small.SPLIT)
-    assert Central.pooled and not any(m.pooled for m in METHODS.values() if m is not Central)
+@pytest.mark.parametrize(
+    ("name", "unlabelled"), [("central", []), ("central-fixmatch", list(range(36, 120)))]
+)
+def test_a_central_reference_has_its_data_in_one_place(name, unlabelled):
+    split = pooled(small.SPLIT, METHODS[name].pooled)
     assert [rows.tolist() for rows in split.labelled] == [list(range(36))]
-    assert [rows.tolist() for rows in split.unlabelled] == [[]]
+    assert [rows.tolist() for rows in split.unlabelled] == [unlabelled]
     split.check(120)
+
+
+def test_fixmatch_in_one_place_trains_as_a_partial_client_of_fixmatch():
+    """An epoch over 64 unlabelled samples in batches of 16 is four steps; without any it is `central`."""
+    quick = {"batch": 8, "confidence": 0.3}
+    both = small.site(labelled=range(10), unlabelled=range(20, 84))
+    federated, central = (
+        small.trained(method, both).arrays["w"]
+        for method in (
+            FixMatch(small.net(), epochs=1, **quick),
+            CentralFixMatch(small.net(), steps=4, **quick),
+        )
+    )
+    assert torch.equal(federated, central)
+    labels = small.site(labelled=range(20))
+    alone, same = (
+        small.trained(method, labels).arrays["w"]
+        for method in (
+            Central(small.net(), batch=8, steps=4),
+            CentralFixMatch(small.net(), steps=4, **quick),
+        )
+    )
+    assert torch.equal(alone, same)
+
+
+def test_fixmatch_in_one_place_makes_as_many_steps_as_fixmatch_global_on_average(tmp_path):
+    words = {"rounds": 1, "split.labels": "10%", "data.name": "fmnist-mini"}
+    central = start(request("paper", words | {"method": "central-fixmatch"}), tmp_path / "central")
+    sizes = [(len(x), len(u)) for x, u in zip(central.split.labelled, central.split.unlabelled, strict=True)]
+    steps = [10 * (-(-u // 256) if u else -(-n // 128)) for n, u in sizes]
+    assert central.method.steps == round(sum(steps) * 8 / 20)
+
+
+def test_no_other_method_has_data_in_one_place():
+    assert {name for name in METHODS if METHODS[name].pooled} == {"central", "central-fixmatch"}
 
 
 def test_a_client_by_itself_trains_as_if_it_were_the_only_one():

@@ -61,7 +61,7 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
     kind = list(SPLIT_KINDS)[list(PAPER).index(labels) % len(SPLIT_KINDS)]
     parts = split(data.y_train, labels=labels, kind=kind, seed=1)
     kinds = {"full": 0, "partial": 0, "unlabelled": 0}
-    simulator = Simulator(data, pooled(parts) if method.pooled else parts, 0, small.ENGINE)
+    simulator = Simulator(data, pooled(parts, method.pooled) if method.pooled else parts, 0, small.ENGINE)
     for client in simulator.clients:
         kinds[client.kind] += 1
     if not method.pooled:
@@ -78,7 +78,7 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
 
 IDLE = {  # by hand, from what the methods say of themselves, with the settings that they have by default
     **dict.fromkeys(("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "local"), ("unlabelled",)),
-    **dict.fromkeys(("rscfed", "hassle", "fixmatch-global", "sage", "central"), ()),
+    **dict.fromkeys(("rscfed", "hassle", "fixmatch-global", "sage", "central", "central-fixmatch"), ()),
 }
 
 
@@ -86,7 +86,7 @@ IDLE = {  # by hand, from what the methods say of themselves, with the settings 
 def test_the_kinds_of_clients_that_it_does_not_use_are_logged_once(name, caplog):
     short = {"residual_steps": 1} if name == "hassle" else {}
     method = METHODS[name](net=small.net(), batch=32, epochs=1, **short)
-    parts = pooled(small.SPLIT) if method.pooled else small.SPLIT
+    parts = pooled(small.SPLIT, method.pooled) if method.pooled else small.SPLIT
     simulator = Simulator(small.dataset(), parts, 0, small.ENGINE)
     with caplog.at_level(logging.INFO, "fedhassle"):
         rounds = list(federate(method, simulator, Plan(3, 6, 0), method.initial(0)))
@@ -105,7 +105,10 @@ def test_a_client_that_holds_nothing_is_not_asked(name):
     assert takes_part(method, Client("someone", 1, 1), 1)
 
 
-@pytest.mark.parametrize("name", ["fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"])
+CONFIDENT = {"fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage", "central-fixmatch"}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIDENT))
 def test_a_confidence_is_from_0_to_1(name):
     """With 95 it would silently learn from no unlabelled sample."""
     for value in (0.0, 0.95, 1.0):
@@ -117,7 +120,7 @@ def test_a_confidence_is_from_0_to_1(name):
 
 def test_every_method_calls_its_threshold_confidence():
     having = {name for name in METHODS if hasattr(METHODS[name], "confidence")}
-    assert having == {"fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage"}
+    assert having == CONFIDENT
     assert not any("threshold" in field.name for one in METHODS.values() for field in dataclasses.fields(one))
 
 
@@ -188,6 +191,10 @@ unlabelled  unlabelled           unlabelled 16 weak strong                    2 
 central steps=7
 full        labelled             labelled 8 weak                              7 steps   w 0.1 0.9 2 0
 partial     labelled             labelled 8 weak                              7 steps   w 0.1 0.9 2 0
+
+central-fixmatch steps=7
+full        labelled             labelled 8 weak                              7 steps   w 0.1 0.9 2 0
+partial     both                 unlabelled 16 weak strong + labelled 8 weak  7 steps   w 0.1 0.9 2 0
 
 local
 full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
@@ -318,7 +325,12 @@ def test_its_saved_model_contains_only_what_prediction_needs(run):
 
 
 def test_settings_that_a_method_leaves_open_come_from_the_run():
-    """`central` takes its steps from the run, `mixmatch` its rounds, unless they are given."""
+    """`central` takes its steps from the run, `mixmatch` its rounds, unless they are given.
+
+    With batches of 128 and ten epochs the clients pass over their labels in 10·(8 + 1) = 90 steps, over what
+    FixMatch-global has them walk in 10·(8 + 4 + 1) = 130; two of three are drawn.
+    """
+    clients = [Client("full", 1000, 0), Client("partial", 100, 1000), Client("unlabelled", 0, 200)]
 
     def made(*words):
         chosen = resolved(*words).method
@@ -326,11 +338,16 @@ def test_settings_that_a_method_leaves_open_come_from_the_run():
 
     for name in METHODS:
         alone = made(f"method={name}")
-        taken = {"central": {"steps": 5}, "mixmatch": {"rounds": 30}}.get(name, {})
+        taken = {
+            "central": {"steps": 60},
+            "central-fixmatch": {"steps": 87},
+            "mixmatch": {"rounds": 30},
+        }.get(name, {})
         assert all(getattr(alone, key) is None for key in taken)
-        assert alone.for_run(30, 5) == dataclasses.replace(alone, **taken)
-    assert made("method=mixmatch", "method.rounds=7").for_run(30, 5).rounds == 7
-    assert made("method=central", "method.steps=3").for_run(30, 5).steps == 3
+        assert alone.for_run(30, clients, 2) == dataclasses.replace(alone, **taken)
+    assert made("method=mixmatch", "method.rounds=7").for_run(30, clients, 2).rounds == 7
+    assert made("method=central", "method.steps=3").for_run(30, clients, 2).steps == 3
+    assert made("method=central").for_run(30).steps is None
 
 
 def test_a_field_with_the_name_of_a_run_setting_is_not_filled_in():
@@ -339,12 +356,18 @@ def test_a_field_with_the_name_of_a_run_setting_is_not_filled_in():
         steps: int | None = None  # no limit
 
     limited = Limited(small.net())
-    assert limited.for_run(30, 5) is limited
+    assert limited.for_run(30, [Client("any", 9, 0)], 1) is limited
 
 
-@pytest.mark.parametrize(("name", "field", "value"), [("mixmatch", "rounds", 4), ("central", "steps", 3)])
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("mixmatch", "rounds", 4), ("central", "steps", 3), ("central-fixmatch", "steps", 7)],
+)
 def test_a_run_fills_in_open_settings(name, field, value, without_residuals, tmp_path):
-    """Four rounds, four of six clients per round; 3 + 1 + 1 batches of labels, 4/6 of which are 3."""
+    """Four rounds, four of six clients per round; 3 + 1 + 1 batches of labels, 4/6 of which are 3.
+
+    FixMatch-global walks 3 of labels and 1 + 1 + 2 + 2 + 2 of twice the size, 4/6 of which are 7.
+    """
     small.cut([*without_residuals, f"method={name}"], tmp_path / "run", 1)
     assert getattr(reopen(tmp_path / "run").method, field) == value
 
@@ -386,7 +409,10 @@ def test_a_typo_in_its_name_suggests_the_right_one(name):
             resolved(f"method={slip}")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("central", "local")])
+REFERENCES = ("central", "central-fixmatch", "local")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in REFERENCES])
 def test_its_first_line_mentions_unlabelled_clients(name):
     """`fedhassle methods` prints it."""
     first = METHODS[name].__doc__.splitlines()[0]
@@ -394,7 +420,7 @@ def test_its_first_line_mentions_unlabelled_clients(name):
     assert first.endswith(".") and len(first) <= 110 and first in call("methods")[1]
 
 
-@pytest.mark.parametrize("name", ["central", "local"])
+@pytest.mark.parametrize("name", REFERENCES)
 def test_a_reference_says_that_it_is_one(name):
     first = METHODS[name].__doc__.splitlines()[0]
     assert first.startswith("A reference: ") and "label" in first and first in call("methods")[1]

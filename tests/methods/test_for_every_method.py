@@ -243,6 +243,23 @@ def test_a_run_with_means_is_cut_and_goes_on_and_its_model_predicts_with_them(ei
     assert model.predict(images, mode="EM averaged").classes.shape == (len(images),)
 
 
+@pytest.mark.parametrize("name", ["central", "central-fixmatch"])
+def test_a_reference_whose_data_lie_in_one_place_has_all_three(name, without_residuals, tmp_path):
+    words = [*without_residuals, f"method={name}", "method.steps=2"]
+    each = ["method.average=0.5"], ["method.prior=batch"], ["method.labelled_view=strong"]
+    means, *others = (trained_by(words + more, tmp_path / more[0]) for more in each)
+    plain = trained_by(words, tmp_path / "plain")
+    assert means.keys() == {"w", "mean of w"} and torch.equal(means["w"], plain["w"])
+    assert not torch.equal(means["mean of w"], means["w"])
+    assert all(not torch.equal(other["w"], plain["w"]) for other in others)
+
+
+def trained_by(words, folder):
+    """The arrays of the model that a run leaves."""
+    assert call("run", *words, "--out", folder)[0] == 0
+    return fedhassle.load(folder / "model.safetensors").state
+
+
 @pytest.mark.parametrize("average", [1.0, -0.1, 1.5])
 def test_a_decay_is_at_least_0_and_below_1(average):
     with pytest.raises(fedhassle.UserError, match=f"average .* got {average}"):

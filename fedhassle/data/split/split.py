@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -279,15 +279,13 @@ def effective_classes(counts: npt.ArrayLike) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum())) if shares.size else 0.0
 
 
-def pooled(split: Split) -> Split:
-    """Returns a split with all labelled data at one client and no unlabelled data."""
-    return Split((np.sort(np.concatenate(split.labelled)),), (np.empty(0, np.int64),), split.notes)
+def pooled(split: Split, parts: Collection[str]) -> Split:
+    """Returns a split with these parts of all data (labelled, unlabelled) at one client, and no others."""
 
+    def together(part: str, rows: Sequence[Rows]) -> tuple[Rows]:
+        return (np.sort(np.concatenate(rows)) if part in parts else np.empty(0, np.int64),)
 
-def steps_on_labels(split: Split, drawn: int, epochs: int, batch: int) -> int:
-    """Returns the mean steps of a round in which the drawn clients pass over their labels; at least 1."""
-    each = [epochs * -(-len(labelled) // batch) for labelled in split.labelled]
-    return max(1, round(drawn / len(each) * sum(each)))
+    return Split(together("labelled", split.labelled), together("unlabelled", split.unlabelled), split.notes)
 
 
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
