@@ -509,7 +509,8 @@ def test_the_whole_benchmark_in_small(tmp_path, global_randomness):
     for name, figures in report["methods"].items():
         each = figures["flops_of_step"].keys()
         assert {(name, phase) for phase in each} <= STARTS.keys()  # some have more with other settings
-        assert figures["steps_of_average_round"].keys() == each
+        unused = {"labelled"} if name == "central-fixmatch" else set()  # its only client has both parts
+        assert figures["steps_of_average_round"].keys() == each - unused
         assert figures["plain"].keys() == {"fp32"}
         assert len(figures["rounds_counted"]) == 2 and len(figures["seconds_of_first_rounds"]) == 2
         assert figures["gpu_memory"] is None
