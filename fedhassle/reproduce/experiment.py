@@ -55,6 +55,8 @@ class Choice(TomlTable):
     changes: dict[str, Any] = Field(default={}, alias="set")
     paper: bool = True  # the paper has it
     reference: bool = False  # a bound to read the others by, not a method to compare
+    averaged: bool = False  # its accuracy is that of the main prediction by running means over rounds
+    only: Words = ()  # choices of other axes that it is combined with, by id (default: all)
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +106,12 @@ class Experiment(TomlTable):
                 raise ValueError(f"rows and columns: {name!r} is not an axis{nearest(name, names)}")
         if self.show in ("bars", "lines") and not self.columns:
             raise ValueError(f"columns: show = {self.show!r} needs an axis to draw over")
-        changes = [choice.changes for axis in self.axes for choice in axis.choices]
+        every = [choice for axis in self.axes for choice in axis.choices]
+        ids = [choice.id for choice in every]
+        for word in itertools.chain(*(choice.only for choice in every)):
+            if word not in ids:
+                raise ValueError(f"only: {word!r} is not a choice{nearest(word, ids)}")
+        changes = [choice.changes for choice in every]
         if any("seed" in table for table in (self.settings, *changes)):
             raise ValueError("seed: write seeds = N, the number of seeds, instead of a seed")
         return self
@@ -136,6 +143,11 @@ class Cell:
     def method(self) -> str:
         """The name of its method."""
         return self.requested.method
+
+    @property
+    def averaged(self) -> bool:
+        """True if its accuracy is that of the main prediction by running means over rounds."""
+        return any(choice.averaged for choice in self.choices)
 
     @cached_property
     def identity(self) -> Identity:
@@ -194,12 +206,19 @@ def cells(experiment: Experiment, selection: Selection | None = None) -> list[Ce
     seeds = experiment.seeds if wanted.seeds is None else wanted.seeds
     require(seeds >= 1, f"the number of seeds must be at least 1, got {seeds}")
     require_not_on_axes(experiment, wanted.changes)
-    chosen = list(itertools.product(*(axis.choices for axis in experiment.axes)))
+    every = itertools.product(*(axis.choices for axis in experiment.axes))
+    chosen = [choices for choices in every if occur_together(choices)]
     made = (
         make_cell(experiment, choices, seed, wanted.changes)
         for seed, choices in itertools.product(range(seeds), chosen)
     )
     return [cell for cell in made if is_selected(cell, wanted)]
+
+
+def occur_together(choices: Sequence[Choice]) -> bool:
+    """True if each choice is combined with one of those that it names in `only`, if it names any."""
+    ids = {choice.id for choice in choices}
+    return all(not choice.only or ids & {*choice.only} for choice in choices)
 
 
 def require_not_on_axes(experiment: Experiment, changes: Sequence[str]) -> None:

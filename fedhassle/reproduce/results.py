@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedhassle.averaging import AVERAGED
+from fedhassle.errors import require
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.paper import HEADLINE, PaperResults, paper_results
@@ -99,8 +101,23 @@ def by_name(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def summaries(cells: Sequence[Cell], ledger: Ledger) -> list[Metrics]:
-    """The summaries of the cells that are done."""
-    return [summary for cell in cells if (summary := ledger.summary(cell.identity)) is not None]
+    """The summaries of the cells that are done; the headline of a cell that is averaged is by means."""
+    found = [(cell, ledger.summary(cell.identity)) for cell in cells]
+    return [
+        headed_by_mean(cell, summary) if cell.averaged else summary
+        for cell, summary in found
+        if summary is not None
+    ]
+
+
+def headed_by_mean(cell: Cell, summary: Metrics) -> Metrics:
+    """A summary whose headline is the main prediction by running means over rounds."""
+    headline = summary["headline"] + AVERAGED
+    require(
+        headline in summary["accuracy"],
+        f"{cell} has averaged = true, but its run keeps no running means: set method.average",
+    )
+    return {**summary, "headline": headline}
 
 
 def measurements_of(
