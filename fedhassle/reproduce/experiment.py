@@ -20,6 +20,7 @@ from fedhassle.settings.request import Changes, Request, flat, key_value, layer,
 
 SHIPPED = "reproduce/experiments"
 MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down")  # tables of a run's metrics
+WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients
 
 
 def labelled(table: Any, name: str) -> Any:
@@ -38,12 +39,15 @@ def require_unique(what: str, names: Sequence[str]) -> None:
 
 
 def as_metric(word: str) -> str:
-    """A metric by its dotted name in a run's metrics; `accuracy` alone is the headline."""
+    """A metric by its dotted name in a run's metrics, or of the whole run; `accuracy` is the headline."""
     table, dot, _ = word.partition(".")
     if word == "accuracy":
         return HEADLINE
-    if not (dot and table in MEASURED):
-        raise ValueError(f"not a metric: write accuracy, or one of {', '.join(MEASURED)}, a dot and a name")
+    if not (word in WHOLE or (dot and table in MEASURED)):
+        raise ValueError(
+            f"not a metric: write accuracy, {', '.join(WHOLE)}, or one of {', '.join(MEASURED)}, "
+            "a dot and a name"
+        )
     return word
 
 
@@ -89,7 +93,7 @@ class Experiment(TomlTable):
     title: str
     source: str = ""  # the table, figure or section of the paper
     about: str = ""
-    show: Literal["table", "bars", "lines", "curves", "bytes"] = "table"
+    show: Literal["table", "ranking", "bars", "lines", "curves", "bytes"] = "table"
     rows: Words = ()  # names of axes
     columns: Words = ()
     metrics: Annotated[tuple[Annotated[str, AfterValidator(as_metric)], ...], Field(strict=False)] = ()
@@ -106,6 +110,8 @@ class Experiment(TomlTable):
                 raise ValueError(f"rows and columns: {name!r} is not an axis{nearest(name, names)}")
         if self.show in ("bars", "lines") and not self.columns:
             raise ValueError(f"columns: show = {self.show!r} needs an axis to draw over")
+        if self.show == "ranking" and self.columns:
+            raise ValueError("columns: show = 'ranking' has a column for each metric, and no others")
         every = [choice for axis in self.axes for choice in axis.choices]
         ids = [choice.id for choice in every]
         for word in itertools.chain(*(choice.only for choice in every)):

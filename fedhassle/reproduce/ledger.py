@@ -147,9 +147,14 @@ def entry_of(path: Path, summary: Metrics) -> LedgerEntry:
         raise UserError(f"{path} is not the summary of a run: {type(error).__name__}: {error}") from error
 
 
+def device_seconds(summary: Metrics) -> float:
+    """The duration of a run, divided by the number of runs on the device."""
+    return float(summary["seconds"] / summary.get(TOGETHER, 1))
+
+
 def seconds_of_round(summary: Metrics) -> float:
     """The duration of a round, divided by the number of runs on the device."""
-    seconds = float(summary["seconds"] / summary["rounds"] / summary.get(TOGETHER, 1))
+    seconds = device_seconds(summary) / int(summary["rounds"])
     if not math.isfinite(seconds):
         raise ValueError(f"a round took {seconds} seconds")
     return seconds

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fedhassle.averaging import AVERAGED
 from fedhassle.errors import require
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
-from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.ledger import Ledger, device_seconds
 from fedhassle.reproduce.paper import HEADLINE, PaperResults, paper_results
 from fedhassle.runs.record import LAST, Metrics
 from fedhassle.runs.seeds import Spread, spread
@@ -49,6 +49,7 @@ class Unit(NamedTuple):
 
 PERCENT = Unit("%", "accuracy (%)", 100.0, 2, most=100.0)
 MEGABYTES = Unit("MB", "MB", 1e-6, 3)
+SECONDS = Unit("s", "seconds", 1.0, 0)
 PLAIN = Unit("", "loss", 1.0, 3)
 
 
@@ -56,11 +57,16 @@ def unit(metric: str) -> Unit:
     """Accuracies are shown in %, bytes in MB, losses as they are."""
     if is_accuracy(metric):
         return PERCENT
+    if metric == "seconds":
+        return SECONDS
     return MEGABYTES if metric.startswith("bytes_") else PLAIN
 
 
 class Measurement(NamedTuple):
-    """A metric of a cell over its seeds. Accuracies are shares; bytes are per client and round."""
+    """A metric of a cell over its seeds. Accuracies are shares; bytes are per client and round.
+
+    Seconds are those of a run, divided by the number of runs on its device.
+    """
 
     name: str  # of the cells, without the seed
     choices: tuple[Choice, ...]
@@ -155,7 +161,9 @@ def expected(experiment: Experiment) -> list[str]:
 def has(line: Metrics, metric: str) -> bool:
     """True if a line of the history has a metric."""
     table, _, name = metric.partition(".")
-    return metric == HEADLINE or (isinstance(line.get(table), dict) and name in line[table])
+    if metric in (HEADLINE, "seconds"):
+        return True
+    return isinstance(line.get(table), dict) and (not name or name in line[table])
 
 
 def by_seed(
@@ -176,11 +184,19 @@ def final(summary: Metrics, metric: str) -> float | None:
     table, _, name = metric.partition(".")
     if metric == HEADLINE or table == "accuracy":
         return float(summary["accuracy"][name or summary["headline"]]["mean_of_last"])
+    if metric == "seconds":
+        return device_seconds(summary)
     if table in ("bytes_up", "bytes_down"):
         lines = [line for line in summary["history"] if has(line, metric)]
-        clients = sum(line["clients"][name] for line in lines)
-        return sum(line[table][name] for line in lines) / clients if clients else None
+        counted = [(line[table][kind], line["clients"][kind]) for line in lines for kind in kinds(line, name)]
+        clients = sum(count for _, count in counted)
+        return sum(sent for sent, _ in counted) / clients if clients else None
     return mean_of(curve(summary, metric)[-LAST:])
+
+
+def kinds(line: Metrics, kind: str) -> list[str]:
+    """A kind of client, or all kinds in a line of the history if none is named."""
+    return [kind] if kind else list(line["clients"])
 
 
 def early(summary: Metrics, metric: str) -> float | None:
@@ -207,4 +223,6 @@ def is_accuracy(metric: str) -> bool:
 def value_of(line: Metrics, metric: str, headline: str) -> Any:
     """The value of a metric in a line of the history."""
     table, _, name = metric.partition(".")
-    return line["accuracy"][headline] if metric == HEADLINE else line.get(table, {}).get(name)
+    if metric == HEADLINE:
+        return line["accuracy"][headline]
+    return line[table].get(name) if isinstance(line.get(table), dict) else None

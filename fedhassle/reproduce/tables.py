@@ -94,7 +94,7 @@ def metric_label(metric: str) -> str:
     """A metric in words."""
     table, _, name = metric.partition(".")
     words = {"accuracy": "", "loss": "loss ", "bytes_up": "MB up, ", "bytes_down": "MB down, "}
-    return "accuracy" if metric == HEADLINE else words.get(table, f"{table} ") + name
+    return "accuracy" if metric == HEADLINE else (words.get(table, f"{table} ") + name).rstrip(", ")
 
 
 def compared(measurement: Measurement) -> tuple[str, str, str]:

@@ -38,9 +38,10 @@ SIZES = {  # cells: combinations of choices × seeds, by hand
     "gamma": 5 * 3,
     "communication": 9 * 1,
     "beyond": 2 * 11 * 6 * 3,
+    "costs": 2 * 11 * 2 * 3,
 }
 SHARED = {"beyond": 2 * 11 * 3}  # cells that are the run of another cell of the experiment
-OURS = {"beyond"}  # not in the paper
+OURS = {"beyond", "costs"}  # not in the paper
 EACH = pytest.mark.parametrize("name", SIZES)
 
 
@@ -111,6 +112,7 @@ SETS = {  # the setting that an axis is about: a choice gives it the value that 
     **{"alpha": "split.alpha", "ratio": "split.ratio", "lambda": "method.lam", "gamma": "method.gamma"},
     **{"width": "method.residual_width", "threshold": "method.confidence"},
 }
+DATA = ("cifar10", "fmnist")
 THREE = {"method.prior": "batch", "method.labelled_view": "strong", "method.average": 0.9}
 OTHERWISE = {  # but for these, by experiment and choice
     ("annotation", "ALL"): {"split.labels": "10%"},
@@ -124,12 +126,13 @@ OTHERWISE = {  # but for these, by experiment and choice
     **{("ablation", f"no-{word}"): {f"method.{word}": False} for word in ("gra", "mpa")},
     ("mutual-learning", "suma"): {},
     ("mutual-learning", "no-suma"): {"method.gra": False, "method.mpa": False},
-    **{("beyond", data): {"data.name": data, "split.labels": "10%"} for data in ("cifar10", "fmnist")},
-    ("beyond", "plain"): {},
+    **{(ours, data): {"data.name": data, "split.labels": "10%"} for ours in OURS for data in DATA},
+    **{(ours, "plain"): {} for ours in OURS},
     ("beyond", "prior"): {"method.prior": "batch"},
     ("beyond", "strong"): {"method.labelled_view": "strong"},
     ("beyond", "average"): {"method.average": 0.9},
-    **{("beyond", word): THREE for word in ("both", "all")},
+    ("beyond", "both"): THREE,
+    **{(ours, "all"): THREE for ours in OURS},
 }
 
 
@@ -209,6 +212,7 @@ def test_a_cell_is_the_run_of_these_settings(key, words):
         (("beyond", "cifar10-fedavg-plain-0"), ("table1", "cifar10-10%-fedavg-0")),
         (("beyond", "fmnist-central-fixmatch-plain-2"), ("table1", "fmnist-10%-central-fixmatch-2")),
         (("beyond", "cifar10-sage-both-1"), ("beyond", "cifar10-sage-all-1")),
+        (("costs", "fmnist-hassle-all-2"), ("beyond", "fmnist-hassle-all-2")),
     ],
 )
 def test_a_cell_of_two_experiments_is_one_run(one, other):
@@ -450,6 +454,7 @@ def test_two_experiments_with_the_same_name_are_refused(tmp_path):
         ("metrics = [1]\n" + GOOD, "metrics.0: .*string, got 1"),
         ('metrics = ["acuracy.EM"]\n' + GOOD, "metrics.0: .*accuracy, loss, bytes_up, .*got 'acuracy.EM'"),
         ('metrics = ["loss"]\n' + GOOD, "metrics.0: .*got 'loss'"),
+        ('show = "ranking"\ncolumns = ["method"]\n' + GOOD, "columns: show = 'ranking'"),
         ("settings = { seed = 1 }\n" + GOOD, "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "b", set = { seed = 1 }'), "seeds = N"),
         (GOOD.replace('id = "b"', 'id = "a"'), "axis.0: two choices are called 'a'"),

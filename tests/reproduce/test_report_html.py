@@ -288,7 +288,8 @@ def test_every_experiment_has_a_page_with_and_without_results(name, tmp_path):
         section = root.find(f".//section[@id='{name}']")
         marks = section.findall(".//rect") + section.findall(".//circle") + section.findall(".//path")
         sizes.append((len(marks), len(section.findall(".//span[@class='none']"))))
-    assert sizes[0][0] <= sizes[1][0] <= sizes[2][0] > sizes[0][0]  # the more is run, the more is drawn
+    if name != "costs":  # a table alone
+        assert sizes[0][0] <= sizes[1][0] <= sizes[2][0] > sizes[0][0]  # the more is run, the more is drawn
     assert sizes[0][1] > 0 and sizes[2][1] == 0  # nothing is missing in the end
 
 
@@ -304,7 +305,7 @@ def test_nan_accuracies_are_not_an_error(tmp_path):
 
 def test_an_empty_ledger_is_not_an_error(tmp_path):
     report = made(tmp_path / "none")
-    assert (report.done, report.runs) == (0, 576)
+    assert (report.done, report.runs) == (0, 867)
     assert {finding.verdict for finding in findings(report)} == {UNKNOWN}
     ElementTree.fromstring(page(report))
 
@@ -712,7 +713,7 @@ def test_rows_and_columns_follow_the_experiment(ledger):
         made(ledger, name).sections for name in ("table1", "ablation", "ratio")
     )
     assert (
-        result_table(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(result_table(table).rows) == 13
+        result_table(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(result_table(table).rows) == 14
     )
     assert [line.labels for line in result_table(ablation).rows] == [
         ("✗", "✗"),
@@ -729,7 +730,7 @@ def test_rows_and_columns_follow_the_experiment(ledger):
 
 def test_references_come_last(ledger):
     (section,) = made(ledger, "table1").sections
-    assert [line.reference for line in result_table(section).rows] == [False] * 11 + [True] * 2
+    assert [line.reference for line in result_table(section).rows] == [False] * 11 + [True] * 3
 
 
 def test_the_shared_split_is_the_papers(tmp_path):

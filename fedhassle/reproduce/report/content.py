@@ -80,7 +80,7 @@ class Section:
     selection: Selection
     paper: PaperResults | None  # None also if its settings differ from the paper's
     results: tuple[CellResult, ...]
-    cells: int
+    runs: int  # distinct ones of its cells
     done: int
 
     @property
@@ -157,8 +157,9 @@ def section(
     """An experiment and its results in the ledger."""
     paper = paper_of(experiment, cells)
     results = tuple(result(experiment, seeds, ledger, paper) for seeds in by_name(cells))
-    done = sum(cell.identity in ledger for cell in cells)
-    return Section(experiment, word, fitting(selection, cells), paper, results, len(cells), done)
+    runs = {cell.identity.key: cell.identity for cell in cells}
+    done = sum(run in ledger for run in runs.values())
+    return Section(experiment, word, fitting(selection, cells), paper, results, len(runs), done)
 
 
 def result(

@@ -64,7 +64,7 @@ def page(report: Report) -> str:
         version=package_version(),
         findings=findings(report),
         changed=list(dict.fromkeys(itertools.chain(*(one.changes for one in report.sections)))),
-        complete=sum(one.done == one.cells for one in report.sections),
+        complete=sum(one.done == one.runs for one in report.sections),
         environments=letter,
         made_with=made_with,
         shared=None if shared is None else draw_holdings(shared, "split-shared"),

@@ -12,6 +12,7 @@ from fedhassle.reproduce.report.wording import (
     HOW_TO_READ,
     MISSING_MARK,
     bold,
+    devices,
     gap,
     lacking,
     ours,
@@ -82,6 +83,8 @@ def marks(made: ResultTable) -> str:
         words.append("†: not in the paper.")
     if len(seeds := {seed for entry in entries for seed in entry.result.seeds}) == 1:
         words.append(f"All values are from {seeds_in_words(seeds)}.")
+    if devices(entries):
+        words.append("In parentheses below seconds: the machine.")
     return " ".join([*words, *filter(None, [bold(made)])])
 
 
@@ -151,12 +154,13 @@ def cell(entry: TableCell | None) -> str:
 
 
 def beneath(entry: TableCell | None) -> str:
-    """The paper's value and our difference from it, in small print."""
-    if entry is None or (printed := paper(entry.measurement)) is None:
+    """The paper's value and our difference from it, or the machine of seconds, in small print."""
+    if entry is None:
         return ""
-    points = gap(entry)
-    words = [printed, *([] if points is None else [signed(points)])]
-    return f"\\scriptsize({escaped(', '.join(words))})"
+    printed, points = paper(entry.measurement), gap(entry)
+    words = [*([] if printed is None else [printed]), *([] if points is None else [signed(points)])]
+    words += devices([entry])
+    return f"\\scriptsize({escaped(', '.join(words))})" if words else ""
 
 
 def escaped(text: str) -> str:

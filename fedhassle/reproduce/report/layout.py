@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,6 +13,7 @@ from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.report.content import CellResult, Section
 from fedhassle.reproduce.results import Measurement, is_accuracy, seeds_in_common
 from fedhassle.reproduce.tables import metric_label
+from fedhassle.settings.request import flat, layer
 
 Combination = tuple[Choice, ...]
 Place = tuple[int, int]  # row and column
@@ -75,7 +77,31 @@ def result_table(section: Section) -> ResultTable:
         else:
             lines.append(line_of_metrics(choices, metrics, its[0]))
     stub = tuple(experiment.axes[i].label for i in rows) or ("prediction",)
+    if experiment.show == "ranking":
+        return ResultTable(stub, tuple(headings), ranked(lines), by_row=False)
     return ResultTable(stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows)
+
+
+def ranked(lines: Sequence[TableRow]) -> tuple[TableRow, ...]:
+    """Rows of the same data together, by their first value from the highest on; references come last.
+
+    Behind the others of its data is a row that has not run, or only with other rounds.
+    """
+    places: dict[tuple[str, ...], int] = {}
+
+    def rank(line: TableRow) -> tuple[int, bool, float]:
+        first = next(entry for entry in line.cells if entry is not None)
+        data = tuple(choice.id for choice in first.result.choices if divides(choice))
+        value = first.measurement.ours if first.result.comparable else None
+        height = -math.inf if value is None or math.isnan(value.mean) else value.mean
+        return places.setdefault(data, len(places)), line.reference, -height
+
+    return tuple(sorted(lines, key=rank))
+
+
+def divides(choice: Choice) -> bool:
+    """True if a choice sets the data or the split."""
+    return any(key.startswith(("data.", "split.")) for key, _ in flat(layer(choice.changes)))
 
 
 def picked(result: CellResult, axes: Sequence[int]) -> Combination:
@@ -90,14 +116,10 @@ def combinations(results: Sequence[CellResult], axes: Sequence[int]) -> list[Com
 
 
 def known_metrics(results: Sequence[CellResult]) -> list[str]:
-    """The metrics that results have or the paper prints; the headline if there are none."""
-    known = [
-        measurement.metric
-        for one in results
-        for measurement in one.measurements
-        if one.runs or measurement.paper is not None
-    ]
-    return list(dict.fromkeys(known)) or [HEADLINE]
+    """The metrics that results have or the paper prints; if there are none, those that they will have."""
+    every = [(one, measurement) for one in results for measurement in one.measurements]
+    known = [each.metric for one, each in every if one.runs or each.paper is not None]
+    return list(dict.fromkeys(known or [each.metric for _, each in every]))
 
 
 def heading(axis: str, choice: Choice) -> str:
@@ -138,7 +160,7 @@ def about(choices: Combination) -> tuple[bool, bool]:
 def entry(result: CellResult, metric: str, known: Sequence[str]) -> TableCell | None:
     """The table cell of a result and a metric; None if the result does not have the metric."""
     unknown = not result.runs and all(measurement.paper is None for measurement in result.measurements)
-    if unknown and (metric != HEADLINE or len(known) == 1):
+    if unknown and (metric != HEADLINE or len(known) == 1 or len(result.measurements) > 1):
         return TableCell(result.measurements[0]._replace(metric=metric), result)
     found = [measurement for measurement in result.measurements if measurement.metric == metric]
     return TableCell(found[0], result) if found and not unknown else None

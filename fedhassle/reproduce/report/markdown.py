@@ -14,6 +14,7 @@ from fedhassle.reproduce.report.wording import (
     MISSING_MARK,
     bold,
     command,
+    devices,
     noise,
     notes,
     ours,
@@ -85,7 +86,7 @@ def block(section: Section) -> str:
 def legend(section: Section, made: ResultTable) -> str:
     """The progress of a table, the meaning of its marks, and its command."""
     entries = [entry for line in made.rows for entry in line.cells if entry is not None]
-    words = [f"{section.done} of {section.cells} runs are done."]
+    words = [f"{section.done} of {section.runs} runs are done."]
     if section.changes:
         words.append(escaped(changed_settings(section.changes)))
     if any(paper(entry.measurement) is not None for entry in entries):
@@ -93,7 +94,8 @@ def legend(section: Section, made: ResultTable) -> str:
     if any(entry.measurement.ours is None for entry in entries):
         words.append(f"{MISSING_MARK}: not run yet.")
     if any(notes(entry) for entry in entries if entry.result.runs):
-        words.append("Small print: seeds used, and what is missing.")
+        timed = "; for seconds, the machine" if devices(entries) else ""
+        words.append(f"Small print: seeds used, and what is missing{timed}.")
     words += filter(None, [bold(made)])
     if any(line.own for line in made.rows):
         words.append("†: not in the paper.")
@@ -122,7 +124,7 @@ def cell(entry: TableCell | None) -> str:
     if entry.best:
         value, mark, std = shown.partition(" ± ")
         shown = f"**{value}**{mark}{std}"
-    note = f" <sub>{'; '.join(notes(entry))}</sub>" if entry.result.runs and notes(entry) else ""
+    note = f" <sub>{escaped('; '.join(notes(entry)))}</sub>" if entry.result.runs and notes(entry) else ""
     beside = paper(entry.measurement)
     return shown + note + ("" if beside is None else f" ({beside})")
 

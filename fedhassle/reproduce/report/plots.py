@@ -10,7 +10,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from fedhassle.data.catalogue import CATALOGUE
-from fedhassle.reproduce.experiment import Choice, Experiment
+from fedhassle.reproduce.experiment import Experiment
 from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.report.charts import (
     COLOURS,
@@ -24,12 +24,11 @@ from fedhassle.reproduce.report.charts import (
 )
 from fedhassle.reproduce.report.content import OTHER, CellResult, Section
 from fedhassle.reproduce.report.dots_svg import draw_split_svg
-from fedhassle.reproduce.report.layout import ResultTable, TableCell, heading, picked
+from fedhassle.reproduce.report.layout import ResultTable, TableCell, divides, heading, picked
 from fedhassle.reproduce.results import MEGABYTES, PERCENT, Measurement, Unit, unit
 from fedhassle.reproduce.tables import metric_label
 from fedhassle.runs.seeds import Curve
 from fedhassle.settings.build import Holdings, holdings
-from fedhassle.settings.request import flat, layer
 
 
 class Drawing(NamedTuple):
@@ -235,11 +234,6 @@ def splits(section: Section) -> dict[str, Holdings]:
         if named not in found:
             found[named] = holdings(one.requested)
     return {named: held for named, held in found.items() if held is not None}
-
-
-def divides(choice: Choice) -> bool:
-    """True if a choice sets the data or the split."""
-    return any(key.startswith(("data.", "split.")) for key, _ in flat(layer(choice.changes)))
 
 
 def shared_split(every: Sequence[Mapping[str, Holdings]]) -> Holdings | None:

@@ -58,11 +58,17 @@ def lacking(result: CellResult) -> str:
 
 
 def notes(entry: TableCell) -> list[str]:
-    """Remarks on a table cell: its only seed, what is missing, the seeds on which it is the best."""
+    """Remarks on a table cell: its only seed, what is missing, seeds on which it is the best, its machine."""
     whole = entry.result.status == DONE and is_accuracy(entry.measurement.metric)
     alone = [seeds_in_words(entry.measurement.values)] if whole and entry.measurement.seeds == 1 else []
     best = [f"best on {seeds_in_words(entry.best_on)}"] if entry.best_on else []
-    return [*alone, *filter(None, [lacking(entry.result)]), *best]
+    return [*alone, *filter(None, [lacking(entry.result)]), *best, *devices([entry])]
+
+
+def devices(entries: Iterable[TableCell]) -> list[str]:
+    """The machines whose seconds are shown."""
+    runs = (run for one in entries if one.measurement.metric == "seconds" for run in one.result.runs)
+    return list(dict.fromkeys(run.machine for run in runs))
 
 
 def bold(made: ResultTable) -> str:
