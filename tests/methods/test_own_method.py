@@ -175,7 +175,7 @@ FORGOTTEN = """
 
     class Fine(Ridge):
         headline = "model"
-        pooled: ClassVar[bool] = False
+        pooled: ClassVar[tuple[str, ...]] = ()
         modes: "ClassVar[dict[str, str]]" = {"model": "the only one"}
 
     class Names(Ridge):
