@@ -199,17 +199,17 @@ def own_randomness(job: Job) -> Iterator[None]:
 def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict[Stream, Tensor]:
     """The pseudo-labels that streams request once per round, from clean images."""
     streams = dict.fromkeys(stream for phase in phases for stream in phase.streams)
-    return {s: label(s, site, received) for s in streams if s.labels is not None and not s.online}
+    return {s: label(s, site, received) for s in streams if s.logits is not None and not s.online}
 
 
 @torch.no_grad()
 def label(stream: Stream, site: Site, received: Models) -> Tensor:
-    """Pseudo-labels (n,) of one stream, computed in large batches."""
-    assert stream.labels is not None
+    """Pseudo-labels (n,) of one stream: logits are computed in large batches, labels from all of them."""
+    assert stream.logits is not None
     rows = site.samples.rows(stream.part)
     batches = torch.split(rows, images_a_pass(site.samples.images))
     images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
-    return torch.cat([stream.labels(received, x) for x in images])
+    return stream.label(torch.cat([stream.logits(received, x) for x in images]))
 
 
 def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | None:
@@ -270,7 +270,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
     order = to_device(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
-    given = job.labels.get(stream) if stream.labels or stream.part == "unlabelled" else samples.y
+    given = job.labels.get(stream) if stream.logits or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
     shapes = [(steps, stream.batch, UNIFORMS[view]) for view in stream.views]
     return Feed(
@@ -316,8 +316,9 @@ def stream_batches(stream: Stream, feed: Feed, views: Views, received: Models, b
     draws = zip(stream.views, feed.uniforms, strict=True)
     seen = [views(pixels, view, uniforms.flatten(0, 1)) for view, uniforms in draws]
     y = feed.y
-    if stream.labels is not None and stream.online:
-        y = stream.labels(received, seen[0]).view_as(feed.y)
+    if stream.logits is not None and stream.online:
+        z = stream.logits(received, seen[0])  # (steps·B, M)
+        y = torch.stack([stream.label(of_step) for of_step in torch.split(z, stream.batch)])
         if stream.part == "unlabelled":
             buffers.labelling.add_(right_and_given(y, feed.truth))
     return Batch(tuple(x.view(*feed.rows.shape, *x.shape[1:]) for x in seen), y)

@@ -129,7 +129,9 @@ class Chained(Method):
 
     def phases(self, client, t):
         labelled = Stream("labelled", 8)
-        own = Stream("unlabelled", 6, views=("clean", "weak"), labels=self.label, online=True)
+        own = Stream(
+            "unlabelled", 6, views=("clean", "weak"), logits=self.sum, labels=self.label, online=True
+        )
         both = (Descent("a", self.first, self.sgd()), Descent("b", self.second, self.sgd(decay=0.01)))
         return (
             Phase("both", (labelled,), both, self.epochs),
@@ -137,8 +139,11 @@ class Chained(Method):
             Phase("again", (own,), (Descent("b", self.fit, self.sgd()),), self.epochs, then=self.pull),
         )
 
-    def label(self, received, x):
-        return hard_labels(received["a"](x) + received["b"](x), 0.3)
+    def sum(self, received, x):
+        return received["a"](x) + received["b"](x)
+
+    def label(self, z):
+        return hard_labels(z, 0.3)
 
     def mix(self, rng):
         return rng.uniform(size=(6, 1))

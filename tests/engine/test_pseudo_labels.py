@@ -1,13 +1,20 @@
 """Pseudo-labels of clients, and their counts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import small
 import torch
 from by_hand import order_end_to_end, order_of_epochs
+from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from small import QUICK, hassle, trained
 
-from fedhassle.methods import Hassle
+from fedhassle.engine.client import batches_of, draw, prepare, visit
+from fedhassle.errors import UserError
+from fedhassle.method import Descent, Phase, Stream, as_models
+from fedhassle.methods import FedAvg, Hassle
+from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.randomness import generator
 
 
@@ -93,3 +100,78 @@ def test_without_augmentation_online_labels_are_those_given_once():
     state = hassle().initial(1)
     once, online = (trained(hassle(pseudo_labels=when), site, state).arrays for when in ("round", "online"))
     assert not small.same(once, online)
+
+
+# Labels that depend on the whole client
+
+
+def commonest(z):
+    """The class that most samples look like, for each of them; of several the highest."""
+    likeliest = z.argmax(1)
+    votes = (likeliest[:, None] == torch.arange(z.shape[1])).sum(0)
+    return torch.full_like(likeliest, int((votes + torch.arange(z.shape[1]) / 10).argmax()))
+
+
+@dataclass(frozen=True)
+class Commonest(FedAvg):
+    """FedAvg on the unlabelled samples, which are all taken for the client's commonest class."""
+
+    online: bool = False
+
+    def phases(self, client, t):
+        walk = Stream("unlabelled", self.batch, logits=self.teach, labels=commonest, online=self.online)
+        return (Phase("all", (walk,), (Descent("w", self.loss, self.sgd()),), self.epochs),)
+
+    def teach(self, received, x):
+        return received["w"](x)
+
+
+@pytest.mark.parametrize("images", [1, 4, 1000])
+def test_labels_see_the_whole_client_for_any_size_of_the_chunks(images, monkeypatch):
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", images)
+    method = Commonest(small.net(small.Linear), **QUICK)
+    site = small.site(unlabelled=range(40, 61))
+    state = method.initial(0)
+    x = site.views.normalise(site.samples.images[40:61])
+    likeliest = method.net.logits(state["w"], x).argmax(1).tolist()
+    assert len({commonest(method.net.logits(state["w"], part)).item() for part in x.split(1)}) > 1
+    (job,) = visit(method, site, state, None, 1, 0).jobs
+    expected = max(range(4), key=lambda m: (likeliest.count(m), m))
+    assert set(draw(job).feeds[0].y.flatten().tolist()) == {expected}
+    right = site.samples.truth.tolist().count(expected)
+    assert trained(method, site, state).labelling.tolist() == [right, 21]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_online_labels_see_one_batch_for_any_number_of_steps_at_once(steps):
+    method = Commonest(small.net(small.Linear), **QUICK, online=True)
+    site = small.site(small.dataset(flip=True, crop=4), unlabelled=range(40, 61))
+    (job,) = visit(method, site, method.initial(0), None, 1, 0).jobs
+    schedule, buffers = draw(job), prepare(job, job.message, {})
+    received = as_models(job.message, job.networks)
+    found = []
+    for first in range(0, 6, steps):
+        (batch,) = batches_of(job, buffers, received, schedule.between(first, first + steps))
+        for x, y in zip(batch.views[0], batch.y, strict=True):
+            likeliest = received["w"](x).argmax(1).tolist()
+            found.append(max(range(4), key=lambda m: (likeliest.count(m), m)))
+            assert y.tolist() == [found[-1]] * 8
+    assert len(found) == job.steps == 6 and len(set(found)) > 1
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_labels_of_whole_clients_are_the_same_on_lanes(online):
+    sites = [site for site in clients() if site.client.unlabelled]
+    method = Commonest(small.net(), batch=8, epochs=2, online=online)
+    assert_lanes_train_as_eagerly(pool(), method, sites)
+
+
+def test_labels_of_the_wrong_shape_are_refused():
+    walk = Stream("unlabelled", logits=lambda received, x: x.flatten(1), labels=lambda z: z)
+    with pytest.raises(UserError, match=r"labels for logits \(3, 2\) are \(3, 2\), not \(3,\)"):
+        walk.label(torch.zeros(3, 2))
+
+
+def test_labels_without_logits_are_refused():
+    with pytest.raises(UserError, match=r"needs their logits: Stream\(…, logits=…, labels=…\)"):
+        Stream("unlabelled", labels=commonest)
