@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedhassle.data.split.layout import Kind, kind_of
@@ -130,6 +131,17 @@ class Stream:
         return y
 
 
+class Labelled(NamedTuple):
+    """The value of a loss and the labels behind it, which are counted; a loss may return it for a tensor.
+
+    The labels (B,) are of the samples of the phase's first unlabelled stream: −1 = none; of a soft label, its
+    likeliest class.
+    """
+
+    loss: Tensor
+    y: Tensor
+
+
 class SGD(NamedTuple):
     """Clip the gradient (0: do not), add weight decay, then momentum; fresh for every client and round."""
 
@@ -144,7 +156,7 @@ class Descent:
     """One step of the vector `train` down `loss(local, received, *batches[, draw])`."""
 
     train: str
-    loss: Callable[..., Tensor]
+    loss: Callable[..., Tensor | Labelled]
     sgd: SGD
 
 
@@ -191,6 +203,9 @@ class Phase:
         return tuple(dict.fromkeys(descent.train for descent in self.descents))
 
 
+NO_LABELS = torch.zeros(3)  # never written to
+
+
 class Update(NamedTuple):
     """A client's answer to a message."""
 
@@ -198,7 +213,8 @@ class Update(NamedTuple):
     arrays: Arrays  # each vector that it trained
     samples: Mapping[str, int]  # how many samples trained each
     losses: Arrays  # mean loss over the steps of the last phase that trained it
-    labelling: Tensor | None = None  # pseudo-labels (right, given); None where the truth is not known
+    # (3,): pseudo-labels right (NaN where the truth is not known) and given, and how often one was asked for
+    labelling: Tensor = NO_LABELS
 
 
 @dataclass(frozen=True)
