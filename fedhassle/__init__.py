@@ -10,7 +10,19 @@ if TYPE_CHECKING:
     from fedhassle.api import Result, run, run_several
     from fedhassle.data.catalogue import load as dataset
     from fedhassle.errors import UserError
-    from fedhassle.method import SGD, Batch, Client, Descent, Method, Model, Models, Phase, Stream, Update
+    from fedhassle.method import (
+        SGD,
+        Batch,
+        Client,
+        Descent,
+        Labelled,
+        Method,
+        Model,
+        Models,
+        Phase,
+        Stream,
+        Update,
+    )
     from fedhassle.predict.model import load
 
 # Matplotlib's "is building the font cache" would be the first line that a new user sees.
@@ -20,7 +32,7 @@ _HOME = {
     "fedhassle.api": ("Result", "run", "run_several"),
     "fedhassle.errors": ("UserError",),
     "fedhassle.method": (
-        *("SGD", "Batch", "Client", "Descent", "Method"),
+        *("SGD", "Batch", "Client", "Descent", "Labelled", "Method"),
         *("Model", "Models", "Phase", "Stream", "Update"),
     ),
     "fedhassle.predict.model": ("load",),
@@ -31,6 +43,7 @@ __all__ = [
     "Batch",
     "Client",
     "Descent",
+    "Labelled",
     "Method",
     "Model",
     "Models",

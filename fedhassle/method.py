@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedhassle.data.split.layout import Kind, kind_of
 from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import require
-from fedhassle.losses import calibrated, cross_entropy
+from fedhassle.losses import calibrated, cross_entropy, hard_labels
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
 
@@ -92,13 +93,20 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """A shuffled walk over one part of a client's data, in full batches."""
+    """A shuffled walk over one part of a client's data, in full batches.
+
+    A stream with `logits` gets pseudo-labels. Once a round, the logits of all its clean images are computed,
+    in chunks whose size depends on the device, and `labels` turns all of them together into labels: it may
+    depend on the whole client, as a class mix does. With `online`, both happen at every step instead, on the
+    first view of the step's batch.
+    """
 
     part: Part
     batch: int = 128
     views: tuple[str, ...] = ("weak",)  # independent augmentations of each sample
-    labels: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> y, once a round, clean images
-    online: bool = False  # … or at every step, on the first view
+    logits: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> z (n, M)
+    labels: Callable[[Tensor], Tensor] = hard_labels  # z (n, M) of all samples -> y (n,), −1 = no label
+    online: bool = False
 
     def __post_init__(self) -> None:
         parts = get_args(Part)
@@ -110,6 +118,28 @@ class Stream:
                 view in UNIFORMS,
                 f"there is no view {view!r}: a stream takes {', '.join(others)} or {last}",
             )
+        require(
+            self.logits is not None or self.labels is hard_labels,
+            "a stream whose labels are computed needs their logits: Stream(…, logits=…, labels=…)",
+        )
+
+    def label(self, z: Tensor) -> Tensor:
+        """Returns the labels (n,) of logits (n, M) that belong together."""
+        y = self.labels(z)
+        wanted, found = tuple(z.shape[:1]), tuple(y.shape)
+        require(found == wanted, f"a stream's labels for logits {tuple(z.shape)} are {found}, not {wanted}")
+        return y
+
+
+class Labelled(NamedTuple):
+    """The value of a loss and the labels behind it, which are counted; a loss may return it for a tensor.
+
+    The labels (B,) are of the samples of the phase's first unlabelled stream: −1 = none; of a soft label, its
+    likeliest class.
+    """
+
+    loss: Tensor
+    y: Tensor
 
 
 class SGD(NamedTuple):
@@ -126,7 +156,7 @@ class Descent:
     """One step of the vector `train` down `loss(local, received, *batches[, draw])`."""
 
     train: str
-    loss: Callable[..., Tensor]
+    loss: Callable[..., Tensor | Labelled]
     sgd: SGD
 
 
@@ -173,6 +203,9 @@ class Phase:
         return tuple(dict.fromkeys(descent.train for descent in self.descents))
 
 
+NO_LABELS = torch.zeros(3)  # never written to
+
+
 class Update(NamedTuple):
     """A client's answer to a message."""
 
@@ -180,7 +213,8 @@ class Update(NamedTuple):
     arrays: Arrays  # each vector that it trained
     samples: Mapping[str, int]  # how many samples trained each
     losses: Arrays  # mean loss over the steps of the last phase that trained it
-    labelling: Tensor | None = None  # pseudo-labels (right, given); None where the truth is not known
+    # (3,): pseudo-labels right (NaN where the truth is not known) and given, and how often one was asked for
+    labelling: Tensor = NO_LABELS
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,9 @@ def test_quoted_code_is_in_the_package(path, code):
     assert code in (ROOT / path).read_text("utf-8")
 
 
-def test_there_are_three_examples_and_four_quotes():
-    assert [name for _, name, _ in EXAMPLES] == ["my_fedprox", "my_teacher", "my_net"] and len(QUOTES) == 4
+def test_there_are_four_examples_and_five_quotes():
+    names = ["my_fedprox", "my_thresholds", "my_teacher", "my_net"]
+    assert [name for _, name, _ in EXAMPLES] == names and len(QUOTES) == 5
 
 
 def test_the_example_in_the_docstring_of_method_runs():

@@ -7,6 +7,7 @@ can capture and replay it. Nothing here depends on a particular method.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -17,7 +18,20 @@ from torch import Tensor
 
 from fedhassle.data.views import UNIFORMS, Views
 from fedhassle.errors import require
-from fedhassle.method import SGD, Batch, Client, Method, Model, Models, Part, Phase, Stream, Update, as_models
+from fedhassle.method import (
+    SGD,
+    Batch,
+    Client,
+    Labelled,
+    Method,
+    Model,
+    Models,
+    Part,
+    Phase,
+    Stream,
+    Update,
+    as_models,
+)
 from fedhassle.nets import Net, drawing, images_a_pass
 from fedhassle.randomness import generator, number
 from fedhassle.vectors import Arrays
@@ -99,6 +113,11 @@ class Schedule(NamedTuple):
         """Number of steps."""
         return len(self.feeds[0].rows)
 
+    @property
+    def truths(self) -> tuple[Tensor, ...]:
+        """True labels (steps, B) of each stream, −1 = unknown; a loss does not see them."""
+        return tuple(feed.truth for feed in self.feeds)
+
     def between(self, first: int, last: int) -> Schedule:
         """The part for steps `first` to `last`, exclusive."""
         feeds = tuple(feed.between(first, last) for feed in self.feeds)
@@ -112,7 +131,7 @@ class Buffers(NamedTuple):
     statistics: Arrays
     momentum: Arrays
     losses: Arrays
-    labelling: Tensor  # (2,): online labels right, given
+    labelling: Tensor  # (3,): labels of the steps right, given and asked for
     received: Arrays  # only read, like `images`
     images: Tensor
 
@@ -156,7 +175,7 @@ def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
     labels = give_labels(phases, site, as_models(message, networks))
     keys = [(seed, t, client.name, phase.name) for phase in phases]
     jobs = [Job(p, site, networks, message, labels, key) for p, key in zip(phases, keys, strict=True)]
-    counted = count_labels(labels, site.samples)
+    counted = count_given(labels, site.samples)
     return Visit(tuple(jobs), kept, Update(client, {}, samples_by_name(phases, client), {}, counted))
 
 
@@ -199,31 +218,35 @@ def own_randomness(job: Job) -> Iterator[None]:
 def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict[Stream, Tensor]:
     """The pseudo-labels that streams request once per round, from clean images."""
     streams = dict.fromkeys(stream for phase in phases for stream in phase.streams)
-    return {s: label(s, site, received) for s in streams if s.labels is not None and not s.online}
+    return {s: label(s, site, received) for s in streams if s.logits is not None and not s.online}
 
 
 @torch.no_grad()
 def label(stream: Stream, site: Site, received: Models) -> Tensor:
-    """Pseudo-labels (n,) of one stream, computed in large batches."""
-    assert stream.labels is not None
+    """Pseudo-labels (n,) of one stream: logits are computed in large batches, labels from all of them."""
+    assert stream.logits is not None
     rows = site.samples.rows(stream.part)
     batches = torch.split(rows, images_a_pass(site.samples.images))
     images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
-    return torch.cat([stream.labels(received, x) for x in images])
+    return stream.label(torch.cat([stream.logits(received, x) for x in images]))
 
 
-def count_labels(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor | None:
-    """Number of correct and of all pseudo-labels given to unlabelled samples, (2,)."""
+def count_given(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor:
+    """Counts the labels that unlabelled samples get once per round; right is NaN if the truth is unknown."""
+    counts = torch.zeros(3, device=samples.images.device)
+    truth = torch.full_like(samples.unlabelled, -1) if samples.truth is None else samples.truth
+    for stream, y in labels.items():
+        if stream.part == "unlabelled":
+            counts += count_labels(y, truth)
     if samples.truth is None:
-        return None
-    given = [y for stream, y in labels.items() if stream.part == "unlabelled"]
-    counts = [right_and_given(y, samples.truth) for y in given]
-    return torch.stack(counts).sum(0).float() if counts else torch.zeros(2, device=samples.images.device)
+        counts[0] = math.nan
+    return counts
 
 
-def right_and_given(y: Tensor, truth: Tensor) -> Tensor:
-    """Number of correct and of all labels, (2,); a label of −1 is none."""
-    return torch.stack([((y == truth) & (y >= 0)).sum(), (y >= 0).sum()])
+def count_labels(y: Tensor, truth: Tensor) -> Tensor:
+    """Number of correct labels, of labels, and of samples, (3,); a label of −1 is none."""
+    given = y >= 0
+    return torch.stack([given & (y == truth), given, torch.ones_like(given)]).flatten(1).sum(1)
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
@@ -238,7 +261,7 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
         statistics={k: s.clone() for k, (_, s) in parts.items()},
         momentum={k: torch.zeros_like(parts[k][0]) for k in phase.trained},
         losses={k: torch.zeros(1, device=device) for k in phase.trained},
-        labelling=torch.zeros(2, device=device),
+        labelling=torch.zeros(3, device=device),
         received=job.message,
         images=job.site.samples.images,
     )
@@ -270,7 +293,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
     order = to_device(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
-    given = job.labels.get(stream) if stream.labels or stream.part == "unlabelled" else samples.y
+    given = job.labels.get(stream) if stream.logits or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
     shapes = [(steps, stream.batch, UNIFORMS[view]) for view in stream.views]
     return Feed(
@@ -300,7 +323,8 @@ def advance(job: Job, buffers: Buffers, schedule: Schedule) -> None:
     batches = batches_of(job, buffers, received, schedule)
     for i in range(schedule.steps):
         now = [batch.at(i) for batch in batches]
-        step(job, buffers, received, now, [draws[i] for draws in schedule.draws])
+        draws, truths = [draw[i] for draw in schedule.draws], [truth[i] for truth in schedule.truths]
+        step(job, buffers, received, now, draws, truths)
 
 
 def batches_of(job: Job, buffers: Buffers, received: Models, schedule: Schedule) -> tuple[Batch, ...]:
@@ -316,27 +340,52 @@ def stream_batches(stream: Stream, feed: Feed, views: Views, received: Models, b
     draws = zip(stream.views, feed.uniforms, strict=True)
     seen = [views(pixels, view, uniforms.flatten(0, 1)) for view, uniforms in draws]
     y = feed.y
-    if stream.labels is not None and stream.online:
-        y = stream.labels(received, seen[0]).view_as(feed.y)
+    if stream.logits is not None and stream.online:
+        z = stream.logits(received, seen[0])  # (steps·B, M)
+        y = torch.stack([stream.label(of_step) for of_step in torch.split(z, stream.batch)])
         if stream.part == "unlabelled":
-            buffers.labelling.add_(right_and_given(y, feed.truth))
+            buffers.labelling.add_(count_labels(y, feed.truth))
     return Batch(tuple(x.view(*feed.rows.shape, *x.shape[1:]) for x in seen), y)
 
 
 def step(
-    job: Job, buffers: Buffers, received: Models, batches: Sequence[Batch], draws: Sequence[Tensor]
+    job: Job,
+    buffers: Buffers,
+    received: Models,
+    batches: Sequence[Batch],
+    draws: Sequence[Tensor],
+    truths: Sequence[Tensor],
 ) -> None:
     """One training step: only tensor operations on the buffers."""
     for descent in job.phase.descents:
         leaf = buffers.weights[descent.train].detach().requires_grad_()
         local = local_models(job, buffers) | local_models(job, buffers, {descent.train: leaf})
         loss = descent.loss(local, received, *batches, *draws)
+        if isinstance(loss, Labelled):
+            buffers.labelling.add_(count_labels(loss.y, truth_of(loss.y, job.phase, truths)))
+            loss = loss.loss
         (gradient,) = torch.autograd.grad(loss, leaf)
         descend(buffers.weights[descent.train], buffers.momentum[descent.train], gradient, descent.sgd)
         buffers.losses[descent.train].add_(loss.detach())
     if job.phase.then is not None:
         with torch.no_grad():
             store(job.phase.then(local_models(job, buffers), received), buffers)
+
+
+def truth_of(y: Tensor, phase: Phase, truths: Sequence[Tensor]) -> Tensor:
+    """The true labels (B,) of the first unlabelled stream, to which a loss gave the labels y."""
+    pairs = zip(phase.streams, truths, strict=True)
+    found = [truth for stream, truth in pairs if stream.part == "unlabelled"]
+    require(
+        bool(found), f"a loss of phase {phase.name!r} returned labels, but the phase has no unlabelled stream"
+    )
+    wanted, shape = tuple(found[0].shape), tuple(y.shape)
+    require(
+        shape == wanted,
+        f"a loss of phase {phase.name!r} returned labels of shape {shape}; expected {wanted}, "
+        "one for each sample of its first unlabelled stream",
+    )
+    return found[0]
 
 
 def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> dict[str, Model | Tensor]:
@@ -374,6 +423,6 @@ def collect(job: Job, buffers: Buffers, update: Update, kept: Arrays) -> tuple[U
     update = update._replace(
         arrays=update.arrays | {k: done[k] for k in trained},
         losses=update.losses | {k: buffers.losses[k] / job.steps for k in trained},
-        labelling=None if update.labelling is None else update.labelling + buffers.labelling,
+        labelling=update.labelling + buffers.labelling,
     )
     return update, {k: done[k] for k in kept}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedhassle.engine.client import samples_by_name
-from fedhassle.method import Client, Method, Update
+from fedhassle.method import NO_LABELS, Client, Method, Update
 from fedhassle.names import some_of
 from fedhassle.vectors import Arrays, all_finite
 
@@ -164,13 +164,17 @@ def count_of(value: Any, what: str) -> int:
     return value
 
 
-def update_words(update: Update) -> dict[str, Any]:
-    """The rest of an update: losses, and counts of pseudo-labels if they are known."""
+def update_words(update: Update, rounded: bool = False) -> dict[str, Any]:
+    """The rest of an update: losses, and counts of pseudo-labels given and asked for.
+
+    With `rounded`, the latter is a power of two, and the former the same share of it.
+    """
     losses = {name: float(loss) for name, loss in update.losses.items()}
-    counts = None if update.labelling is None else [int(n) for n in update.labelling.tolist()]
     # JSON has neither NaN nor infinity.
     finite = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
-    return {"losses": finite, "labelling": counts}
+    _, given, asked = update.labelling.tolist()
+    told = coarse(int(asked)) if rounded else int(asked)
+    return {"losses": finite, "pseudo_labels": [round(given * told / asked) if asked else 0, told]}
 
 
 def read_update(payload: Payload, method: Method, client: Client, message: Arrays, t: int) -> Update:
@@ -196,7 +200,7 @@ def read_update(payload: Payload, method: Method, client: Client, message: Array
             "(method.clip=1 or a smaller method.lr may help)"
         )
     losses = read_losses(payload.words.get("losses"), samples)
-    return Update(client, arrays, samples, losses, read_labelling(payload.words.get("labelling")))
+    return Update(client, arrays, samples, losses, read_labelling(payload.words.get("pseudo_labels")))
 
 
 def read_losses(words: Any, names: Mapping[str, int]) -> Arrays:
@@ -208,16 +212,19 @@ def read_losses(words: Any, names: Mapping[str, int]) -> Arrays:
     return {name: torch.tensor([math.nan if loss is None else loss]) for name, loss in words.items()}
 
 
-def read_labelling(counts: Any) -> torch.Tensor | None:
-    """Reads the counts of correct pseudo-labels and of all pseudo-labels, if there are any."""
+def read_labelling(counts: Any) -> torch.Tensor:
+    """Reads the counts of pseudo-labels given and asked for, which a site of an older version does not send.
+
+    Only a simulation knows how many are right.
+    """
     if counts is None:
-        return None
+        return NO_LABELS
     if not isinstance(counts, list) or len(counts) != 2:
         raise RefusedError(f"its counts of pseudo-labels are {short(counts)}")
-    right, given = (count_of(count, "pseudo-labelled") for count in counts)
-    if right > given:
+    given, asked = (count_of(count, "pseudo-labelled") for count in counts)
+    if given > asked:
         raise RefusedError(f"its counts of pseudo-labels are {short(counts)}")
-    return torch.tensor([float(right), float(given)])
+    return torch.tensor([math.nan, given, asked])
 
 
 def read_hits(words: Mapping[str, Any]) -> Hits:

@@ -16,6 +16,7 @@ from fedhassle.method import (
     Batch,
     Client,
     Descent,
+    Labelled,
     Method,
     Model,
     Models,
@@ -112,17 +113,17 @@ class FedMatch(Method):
         distance = squared_distance(psi, sigma.weights.detach()[: len(psi)])
         return self.sparsity_weight * psi.abs().sum() + self.proximity_weight * distance
 
-    def agreement(self, local: Models, received: Models, labelled: Batch, unlabelled: Batch) -> Tensor:
+    def agreement(self, local: Models, received: Models, labelled: Batch, unlabelled: Batch) -> Labelled:
         """The loss of ψ beside σ, whose BatchNorm statistics it leaves as they are."""
         sigma = local["sigma"]
         aside = sigma._replace(statistics=sigma.statistics.clone())
         return self.psi_loss(aside, local["psi"], received, unlabelled)
 
-    def agreement_alone(self, local: Models, received: Models, unlabelled: Batch) -> Tensor:
+    def agreement_alone(self, local: Models, received: Models, unlabelled: Batch) -> Labelled:
         """The loss of ψ on the σ received."""
         return self.psi_loss(received["sigma"], local["psi"], received, unlabelled)
 
-    def psi_loss(self, sigma: Model, psi: Tensor, received: Models, unlabelled: Batch) -> Tensor:
+    def psi_loss(self, sigma: Model, psi: Tensor, received: Models, unlabelled: Batch) -> Labelled:
         """Inter-client consistency, agreement labels, and the norms of ψ."""
         weak, strong = unlabelled.views
         theta = self.theta(sigma, psi)
@@ -141,10 +142,11 @@ class FedMatch(Method):
             (over_the_sure(kl_divergence_each(expert, z)) for expert in experts), torch.zeros_like(sure[0])
         )
         label = majority([z.detach(), *experts])
-        z_strong = self.calibrated(theta(strong), torch.where(sure > 0, label, -1))
+        y = torch.where(sure > 0, label, -1)
+        z_strong = self.calibrated(theta(strong), y)
         labelling = over_the_sure(cross_entropy_each(z_strong, label))
         between_clients = consistency / max(1, len(experts)) + labelling
-        return self.consistency_weight * between_clients + self.norms(sigma, psi)
+        return Labelled(self.consistency_weight * between_clients + self.norms(sigma, psi), y)
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """σ and ψ; for unlabelled data, every `helper_rounds` rounds, also the ψ of the nearest clients."""

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import hard_labels
-from fedhassle.method import Batch, Client, Descent, Model, Models, Phase, Stream, require_confidence
+from fedhassle.method import (
+    Batch,
+    Client,
+    Descent,
+    Labelled,
+    Model,
+    Models,
+    Phase,
+    Stream,
+    require_confidence,
+)
 from fedhassle.methods.fedavg import FedAvg
 
 
@@ -40,15 +50,16 @@ class FixMatch(FedAvg):
         """A weak and a strong view of each sample."""
         return Stream("unlabelled", self.ratio * self.batch, ("weak", "strong"))
 
-    def joint(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Tensor:
+    def joint(self, local: Models, received: Models, unlabelled: Batch, labelled: Batch) -> Labelled:
         """Cross-entropy on labels + λ_u · consistency; one forward pass, so that BatchNorm sees all."""
         views = (*labelled.views, *unlabelled.views)
         z, z_weak, z_strong = local["w"](torch.cat(views)).split([len(x) for x in views])
-        consistency = self.consistency(
+        consistency, y = self.consistency(
             z_weak.detach(), self.teaching(received, "w"), unlabelled.views[0], z_strong
         )
-        return self.cross_entropy(z, labelled.y) + self.weight * consistency
+        return Labelled(self.cross_entropy(z, labelled.y) + self.weight * consistency, y)
 
-    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
         """The strong view is to be what the model itself is sure that the weak one is."""
-        return self.cross_entropy(z_strong, hard_labels(z_weak, self.confidence))
+        y = hard_labels(z_weak, self.confidence)
+        return Labelled(self.cross_entropy(z_strong, y), y)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.losses import hard_labels
-from fedhassle.method import Batch, Client, Descent, Model, Models, Phase
+from fedhassle.method import Batch, Client, Descent, Labelled, Model, Models, Phase
 from fedhassle.methods.fixmatch import FixMatch
 
 
@@ -29,12 +29,14 @@ class FixMatchGlobal(FixMatch):
         descent = Descent("w", self.alone, self.sgd())
         return (Phase("unlabelled", (self.unlabelled(),), (descent,), self.epochs),)
 
-    def alone(self, local: Models, received: Models, unlabelled: Batch) -> Tensor:
+    def alone(self, local: Models, received: Models, unlabelled: Batch) -> Labelled:
         """The consistency of an unlabelled client."""
         weak, strong = unlabelled.views
         z_weak, z_strong = local["w"](torch.cat([weak, strong])).chunk(2)
-        return self.weight * self.consistency(z_weak.detach(), self.teaching(received, "w"), weak, z_strong)
+        loss, y = self.consistency(z_weak.detach(), self.teaching(received, "w"), weak, z_strong)
+        return Labelled(self.weight * loss, y)
 
-    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
         """The strong view is to be what the model received is sure that the weak one is."""
-        return self.cross_entropy(z_strong, hard_labels(teacher(weak), self.confidence))
+        y = hard_labels(teacher(weak), self.confidence)
+        return Labelled(self.cross_entropy(z_strong, y), y)

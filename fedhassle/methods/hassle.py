@@ -154,8 +154,7 @@ class Hassle(Method):
 
     def side_phases(self, side: Side, t: int) -> Iterator[Phase]:
         """Algorithm 1, lines 5 and 6; with the roles exchanged, lines 9 to 11."""
-        labels = self.pseudo_label if side is UNSUPERVISED else None
-        walk = Stream(side.part, self.batch, labels=labels, online=self.pseudo_labels == "online")
+        walk = self.walk(side)
         if t > self.residual_rounds:
             dual = Descent(side.dual, partial(self.dual_loss, side), self.sgd())
             yield Phase(side.part, (walk,), (dual,), self.epochs)
@@ -164,11 +163,24 @@ class Hassle(Method):
             residual = Descent(side.residual, loss, self.sgd(self.residual_decay))
             yield Phase(f"{side.part} residual", (walk,), (residual,), steps=self.residual_steps)
 
-    def pseudo_label(self, received: Models, x: Tensor) -> Tensor:
-        """ŷ = argmax f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals Eq. 5."""
+    def walk(self, side: Side) -> Stream:
+        """The data of a side; unlabelled samples get pseudo-labels."""
+        if side is SUPERVISED:
+            return Stream(side.part, self.batch)
+        online = self.pseudo_labels == "online"
+        return Stream(
+            side.part, self.batch, logits=self.teacher_logits, labels=self.pseudo_label, online=online
+        )
+
+    def teacher_logits(self, received: Models, x: Tensor) -> Tensor:
+        """f(x; w_S^(t−1)) + f(x; r_US^(t)) (Eq. 11), in the absence of residuals f(x; w_S) (Eq. 5)."""
         names = self.teachers if SUPERVISED.before in received else (SUPERVISED.dual,)
         known = {name: self.teaching(received, name) for name in names}
-        return hard_labels(self.logits(SUPERVISED, known, x), self.confidence)
+        return self.logits(SUPERVISED, known, x)
+
+    def pseudo_label(self, z: Tensor) -> Tensor:
+        """ŷ = argmax z (Eqs. 5 and 11); −1 where its probability is below `confidence`."""
+        return hard_labels(z, self.confidence)
 
     def dual_loss(self, side: Side, local: Models, received: Models, batch: Batch) -> Tensor:
         """L_S: cross-entropy and the proximity of the other dual (Eq. 12)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
-from fedhassle.method import Batch, Client, Descent, Models, Phase, Stream, Update
+from fedhassle.method import Batch, Client, Descent, Labelled, Models, Phase, Stream, Update
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.vectors import Arrays
 
@@ -64,7 +64,7 @@ class MixMatch(FedAvg):
 
     def joint(
         self, local: Models, received: Models, unlabelled: Batch, labelled: Batch, draw: Tensor
-    ) -> Tensor:
+    ) -> Labelled:
         """Cross-entropy on mixed labelled samples + λ_u · squared error on mixed unlabelled ones."""
         x, u = labelled.views[0], torch.cat(unlabelled.views)
         now = local["w"]._replace(weights=local["w"].weights.detach(), training=False)
@@ -76,8 +76,7 @@ class MixMatch(FedAvg):
         on_labels, wanted = z[: len(x)], target[: len(x)]
         supervised = soft_cross_entropy(self.calibrated(on_labels, wanted), wanted).mean()
         distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
-        loss: Tensor = supervised + self.weight * received["ramp"][0] * distance
-        return loss
+        return Labelled(supervised + self.weight * received["ramp"][0] * distance, guess.argmax(1))
 
     def mixed(self, x: Tensor, target: Tensor, draw: Tensor) -> Sequence[Tensor]:
         """Each sample and its target, mixed with those of another: λ' = max(λ, 1 − λ) of its own."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import sharpen
-from fedhassle.method import Batch, Client, Descent, Models, Phase, Stream, Update
+from fedhassle.method import Batch, Client, Descent, Labelled, Models, Phase, Stream, Update
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
@@ -83,17 +83,18 @@ class RSCFed(FedAvg):
         """A walk on which the teacher follows."""
         return Phase(name, streams, (descent,), self.epochs, then=self.teach)
 
-    def consistency(self, local: Models, received: Models, batch: Batch) -> Tensor:
+    def consistency(self, local: Models, received: Models, batch: Batch) -> Labelled:
         """The model on one weak view is to agree with the sharpened teacher on another."""
         one, other = batch.views
         target = sharpen(local["teacher"](one).softmax(1), self.temperature)
         gap: Tensor = (local["w"](other).softmax(1) - target).square().sum(1).mean()
-        return self.consistency_weight * gap
+        return Labelled(self.consistency_weight * gap, target.argmax(1))
 
-    def mixed(self, local: Models, received: Models, batch: Batch, labelled: Batch) -> Tensor:
+    def mixed(self, local: Models, received: Models, batch: Batch, labelled: Batch) -> Labelled:
         """Both losses of a partial client."""
         supervised = self.loss(local, received, labelled)
-        return supervised + self.consistency(local, received, batch)
+        consistency, y = self.consistency(local, received, batch)
+        return Labelled(supervised + consistency, y)
 
     def teach(self, local: Models, received: Models) -> Models:
         """The teacher follows the model, the slower the more steps it has made; its statistics too."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedhassle.errors import require
 from fedhassle.losses import one_hot, soft_cross_entropy
-from fedhassle.method import Model
+from fedhassle.method import Labelled, Model
 from fedhassle.methods.fixmatch_global import FixMatchGlobal
 
 
@@ -28,7 +28,7 @@ class Sage(FixMatchGlobal):
         super().__post_init__()
         require(self.halving > 0, f"halving must be positive, got {self.halving}")
 
-    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Tensor:
+    def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
         """Cross-entropy with the mixed label, over the samples of which either model is sure."""
         (p, y), (q, v) = z_weak.softmax(1).max(1), teacher(weak).softmax(1).max(1)  # (B,) each
         alike = torch.exp(-math.log(2) / self.halving * (p - q).abs())
@@ -37,4 +37,5 @@ class Sage(FixMatchGlobal):
         target = share * one_hot(y, classes) + (1 - share) * one_hot(v, classes)
         sure = (p >= self.confidence) | (q >= self.confidence)
         z = self.calibrated(z_strong, target * sure[:, None])
-        return (soft_cross_entropy(z, target) * sure).mean()
+        loss = (soft_cross_entropy(z, target) * sure).mean()
+        return Labelled(loss, torch.where(sure, target.argmax(1), -1))

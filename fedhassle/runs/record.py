@@ -65,7 +65,7 @@ class Tally:
             "round": t,
             "accuracy": found.accuracy,
             "loss": {name: self.loss(name) for name in self.models},
-            "pseudo_label_accuracy": self.pseudo_label_accuracy(),
+            **self.labelling(),
             "bytes_down": self.by_kind(lambda reply: reply.bytes_down),
             "bytes_up": self.by_kind(lambda reply: reply.bytes_up),
             "clients": {kind: sum(c.kind == kind for c in self.clients) for kind in KINDS},
@@ -80,11 +80,19 @@ class Tally:
         value = sum(float(u.losses[name]) * u.samples[name] for u in updates) / total if updates else math.nan
         return value if math.isfinite(value) else None  # JSON has neither NaN nor infinity
 
-    def pseudo_label_accuracy(self) -> float | None:
-        """The share of correct pseudo-labels; None if there were none, or the true labels are unknown."""
-        counts = [r.update.labelling for r in self.replies if r.update.labelling is not None]
-        right, given = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
-        return right / given if given else None
+    def labelling(self) -> Metrics:
+        """The share of correct pseudo-labels, and of the unlabelled samples that got one; None without any.
+
+        A client whose true labels are unknown does not count for the accuracy.
+        """
+        counts = [reply.update.labelling for reply in self.replies]
+        rows = torch.stack(counts).tolist() if counts else []
+        right, judged = (sum(row[i] for row in rows if not math.isnan(row[0])) for i in (0, 1))
+        given, asked = (sum(row[i] for row in rows) for i in (1, 2))
+        return {
+            "pseudo_label_accuracy": right / judged if judged else None,
+            "pseudo_label_share": given / asked if asked else None,
+        }
 
     def by_kind(self, amount: Callable[[Reply], int]) -> dict[str, int]:
         """The sum of an amount over the replies, by kind of client."""

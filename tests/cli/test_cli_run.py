@@ -98,7 +98,7 @@ def test_metrics_have_a_line_for_each_evaluated_round(finished):
         assert all(0 <= share <= 1 and (40 * share) % 1 == 0 for share in line["accuracy"].values())
         assert set(line["loss"]) == {"w_S", "w_U", "r_US", "r_SU"}
         assert all(value > 0 for value in line["loss"].values())
-        assert 0 <= line["pseudo_label_accuracy"] <= 1
+        assert 0 <= line["pseudo_label_accuracy"] <= 1 and line["pseudo_label_share"] == 1
         assert sum(line["clients"].values()) == 8  # 4 a round in 2 rounds
         assert line["seconds"] > 0
         for kind in ("full", "partial", "unlabelled"):
@@ -172,7 +172,7 @@ def test_the_baselines_run_and_count_their_bytes(method, without_residuals, tmp_
     weights = (152 + 8) + 16 * (6 * 25 + 1) + 120 * 17 + (84 * 120 + 88) + (4 * 84 + 8)
     for line in metrics_of(folder):
         assert set(line["accuracy"]) == {"model"} and set(line["loss"]) == {"w"}
-        assert line["pseudo_label_accuracy"] is None  # FedAvg has no pseudo-labels
+        assert line["pseudo_label_accuracy"] is line["pseudo_label_share"] is None  # FedAvg has none
         expected = {kind: 4 * weights * line["clients"][kind] for kind in ("full", "partial")}
         assert line["bytes_up"] == line["bytes_down"] == {**expected, "unlabelled": 0}
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import logging
+import math
 import threading
 import weakref
 from dataclasses import dataclass
@@ -129,7 +130,9 @@ class Chained(Method):
 
     def phases(self, client, t):
         labelled = Stream("labelled", 8)
-        own = Stream("unlabelled", 6, views=("clean", "weak"), labels=self.label, online=True)
+        own = Stream(
+            "unlabelled", 6, views=("clean", "weak"), logits=self.sum, labels=self.label, online=True
+        )
         both = (Descent("a", self.first, self.sgd()), Descent("b", self.second, self.sgd(decay=0.01)))
         return (
             Phase("both", (labelled,), both, self.epochs),
@@ -137,8 +140,11 @@ class Chained(Method):
             Phase("again", (own,), (Descent("b", self.fit, self.sgd()),), self.epochs, then=self.pull),
         )
 
-    def label(self, received, x):
-        return hard_labels(received["a"](x) + received["b"](x), 0.3)
+    def sum(self, received, x):
+        return received["a"](x) + received["b"](x)
+
+    def label(self, z):
+        return hard_labels(z, 0.3)
 
     def mix(self, rng):
         return rng.uniform(size=(6, 1))
@@ -261,9 +267,9 @@ def test_a_client_that_keeps_something_does_all_in_order():
 def test_labels_counted_before_are_left_to_one_count():
     """Each part counts from zero; otherwise labels given before training would be counted several times."""
     visit = planned(job("1", "a"), job("2", "b"))
-    assert [part.update.labelling for part in connected(visit)] == [None, None]
-    counted = visit._replace(update=visit.update._replace(labelling=torch.tensor([3.0, 5.0])))
-    assert [part.update.labelling.tolist() for part in connected(counted)] == [[0, 0], [0, 0]]
+    for counts in ([3.0, 5.0, 6.0], [math.nan, 5.0, 6.0]):
+        counted = visit._replace(update=visit.update._replace(labelling=torch.tensor(counts)))
+        assert [part.update.labelling.tolist() for part in connected(counted)] == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_chains_know_their_client():
@@ -393,32 +399,36 @@ def test_another_gpu_has_streams_of_its_own():
 # Parts of an update
 
 
-def part(arrays, losses, labelling=None, kept=None):
+def part(arrays, losses, labelling=(0.0, 0.0, 0.0), kept=None):
     def tensors(values):
         return {k: torch.tensor([float(v)]) for k, v in values.items()}
 
-    counted = None if labelling is None else torch.tensor(labelling)
-    update = Update(Client("k", 1, 1), tensors(arrays), {}, tensors(losses), counted)
+    update = Update(Client("k", 1, 1), tensors(arrays), {}, tensors(losses), torch.tensor(labelling))
     return update, tensors(kept or {})
 
 
 def test_parts_are_joined_in_the_order_of_the_phases():
     """Names in the order of eager training: b, a, c; all label counts add up."""
     jobs = job("1", "b"), job("2", "a", "b"), job("3", "c")
-    update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0]))
-    parts = [part({"c": 3}, {"c": 0.3}, [1.0, 4.0]), part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0])]
+    update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0, 9.0]))
+    parts = [
+        part({"c": 3}, {"c": 0.3}, [1.0, 4.0, 5.0]),
+        part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0, 2.0]),
+    ]
     found, kept = joined(Visit(jobs, {}, update), parts)
     assert list(found.arrays) == list(found.losses) == ["b", "a", "c"]
     assert [v.item() for v in found.arrays.values()] == [2, 1, 3]
     assert [v.item() for v in found.losses.values()] == pytest.approx([0.2, 0.1, 0.3])
-    assert found.labelling.tolist() == [3, 9] and kept == {}
+    assert found.labelling.tolist() == [3, 9, 16] and kept == {}
     assert found.samples == update.samples and found.client == update.client
 
 
-def test_a_client_of_unknown_truth_counts_no_labels_and_keeps_its_state():
+def test_a_client_of_unknown_truth_counts_no_right_labels_and_keeps_its_state():
     visit = planned(job("1", "a"), kept={"m": torch.zeros(1)})
-    found, kept = joined(visit, [part({"a": 1}, {"a": 2}, kept={"m": 7})])
-    assert found.labelling is None and kept["m"].tolist() == [7]
+    visit = visit._replace(update=visit.update._replace(labelling=torch.tensor([math.nan, 1.0, 2.0])))
+    found, kept = joined(visit, [part({"a": 1}, {"a": 2}, [0.0, 3.0, 4.0], kept={"m": 7})])
+    assert found.labelling[0].isnan() and found.labelling[1:].tolist() == [4, 6]
+    assert kept["m"].tolist() == [7]
 
 
 def test_a_client_that_does_nothing_keeps_what_it_has():

@@ -229,7 +229,10 @@ def test_other_steps_have_another_shape():
         *(replace(phase, streams=(replace(stream, batch=n),)) for n in (4, 16)),
         replace(phase, streams=(replace(stream, views=("clean",)),)),
         replace(phase, streams=(replace(stream, part="unlabelled"),)),
-        *(replace(phase, streams=(replace(stream, labels=scaled(1), online=online),)) for online in (0, 1)),
+        *(
+            replace(phase, streams=(replace(stream, logits=scaled(n), labels=scaled(m), online=online),))
+            for n, m, online in ((1, 1, False), (1, 1, True), (2, 1, True), (1, 2, True))
+        ),
         replace(phase, streams=(stream, Stream("unlabelled", 8))),
         *(replace(phase, then=scaled(n)) for n in (1, 2)),
         *(replace(phase, draw=scaled(n)) for n in (1, 2)),

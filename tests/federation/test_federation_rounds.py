@@ -24,9 +24,10 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Failure, Payload, answered, failure
+from fedhassle.federation.messages import Failure, Payload, answered, failure, update_words
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.sites import GONE
+from fedhassle.method import Client, Update
 from fedhassle.methods import METHODS
 from fedhassle.provenance import own_code
 
@@ -99,7 +100,7 @@ GARBAGE = {
     "no losses": (changed(lambda made: Payload({}, made.arrays)), "its losses are None"),
     "odd losses": (changed(lambda made: Payload({"losses": {"w": "much"}}, made.arrays)), "'much'"),
     "odd counts": (
-        changed(lambda made: Payload({**made.words, "labelling": [3, 2]}, made.arrays)),
+        changed(lambda made: Payload({**made.words, "pseudo_labels": [3, 2]}, made.arrays)),
         "pseudo-labels are [3, 2]",
     ),
     "an error": (raising, "gone (code 5)"),
@@ -454,8 +455,31 @@ def test_a_site_keeps_only_what_a_resumed_run_may_need(tmp_path):
     assert kept == [f"round-{t:06d}.safetensors" for t in (4, 6, 7, 8)]  # of round 8's message: 4, 6 and 7
 
 
-def test_sites_do_not_report_how_many_pseudo_labels_are_right(tmp_path):
-    method, here, _ = federation(tmp_path, "hassle")
+@pytest.mark.parametrize("name", ["hassle", "fixmatch-global"])
+def test_sites_report_how_many_pseudo_labels_they_give_but_not_how_many_are_right(name, tmp_path):
+    """The counts are the simulator's."""
+    method, here, _ = federation(tmp_path, name)
+    there = Simulator(small.dataset(), small.SPLIT, 0, small.ENGINE)
+    ours, theirs = (
+        torch.stack([reply.update.labelling for reply in done.replies])
+        for one in (here, there)
+        for done in federate(method, one, Plan(1, 6, 0), method.initial(0))
+    )
+    assert ours[:, 0].isnan().all() and not theirs.isnan().any()
+    assert torch.equal(ours[:, 1:], theirs[:, 1:])
+    assert ours[0, 1:].tolist() == [0, 0] and (ours[1:, 2] > 0).all()  # the first has none to label
+
+
+def test_coarse_counts_of_pseudo_labels_keep_the_share(tmp_path):
+    """Each unlabelled sample gets a label: powers of two near 14, 11, 19, 17 and 23 samples."""
+    method, here, _ = federation(tmp_path, "hassle", agreed=terms(coarse=True))
     (done,) = federate(method, here, Plan(1, 6, 0), method.initial(0))
-    counts = [reply.update.labelling for reply in done.replies]
-    assert counts[1:] == [None] * 5 and counts[0].tolist() == [0, 0]  # the first has none to label
+    counts = [reply.update.labelling[1:].tolist() for reply in done.replies]
+    assert counts == [[0, 0], [16, 16], [8, 8], [16, 16], [16, 16], [32, 32]]
+
+
+def test_a_share_of_coarse_counts_is_rounded():
+    """A third of 11 labels: 11 becomes 8, and 4 of 11 becomes 3 of 8."""
+    update = Update(Client("k", 1, 1), {}, {}, {}, torch.tensor([float("nan"), 4.0, 11.0]))
+    assert update_words(update) == {"losses": {}, "pseudo_labels": [4, 11]}
+    assert update_words(update, rounded=True) == {"losses": {}, "pseudo_labels": [3, 8]}

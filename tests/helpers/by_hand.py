@@ -14,6 +14,7 @@ import small
 import torch
 import torch.nn.functional as F
 
+from fedhassle.method import Labelled
 from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
 
 B, M, D = 6, 4, 9  # batch, classes, pixels of a 3×3 image
@@ -115,9 +116,10 @@ def kl(p, q):
 
 
 def gradient(loss, weights):
-    """The value and the gradient by the weights of loss(weights)."""
+    """The value and the gradient by the weights of loss(weights), which may return its labels too."""
     leaf = torch.from_numpy(weights).requires_grad_()
-    value = loss(leaf)
+    found = loss(leaf)
+    value = found.loss if isinstance(found, Labelled) else found
     return value.item(), torch.autograd.grad(value, leaf)[0].numpy()
 
 

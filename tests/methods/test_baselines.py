@@ -104,6 +104,11 @@ class World:
         known = as_models(tensors(w=self.sent), method.networks())
         return gradient(lambda leaf: loss({"w": known["w"].at(leaf)}, known, *batches), self.w)
 
+    def labels(self, method, loss, *batches):
+        """The labels that a loss gives to the unlabelled samples, for the same client."""
+        known = as_models(tensors(w=self.sent), method.networks())
+        return loss({"w": known["w"].at(torch.from_numpy(self.w))}, known, *batches).y.tolist()
+
 
 @pytest.fixture
 def world(rng):
@@ -162,6 +167,7 @@ def test_fixmatch_adds_the_labels_of_the_weak_view_to_the_strong_one(world):
     by_hand = pull_back(world.x, ce_gradient(z, world.y))
     by_hand += 0.7 * pull_back(world.strong, ce_gradient(strong, labels))
     np.testing.assert_allclose(grad, by_hand, **CLOSE)
+    assert world.labels(method, method.joint, world.unlabelled, world.labelled) == labels.tolist()
 
 
 def test_fixmatch_is_one_pass_in_which_batchnorm_sees_all(world, rng):
@@ -172,7 +178,7 @@ def test_fixmatch_is_one_pass_in_which_batchnorm_sees_all(world, rng):
     sure = middle(weak) - 1e-12
     method = FixMatch(NORMED, confidence=sure)
     model = Model(NORMED, *tensors(w=w, s=statistics.copy()).values(), training=True)
-    found = method.joint({"w": model}, {"w": model}, world.unlabelled, world.labelled).item()
+    found = method.joint({"w": model}, {"w": model}, world.unlabelled, world.labelled).loss.item()
     np.testing.assert_allclose(found, ce(z, world.y) + ce(strong, labels_of(weak, sure)), rtol=1e-10)
     np.testing.assert_allclose(model.statistics.numpy(), moved(statistics, everything), rtol=1e-10)
 
@@ -243,6 +249,8 @@ def test_global_labels_are_those_of_the_model_received(world):
     value, grad = world.descended(method, method.alone, world.unlabelled)
     np.testing.assert_allclose(value, 0.7 * ce(strong, labels), rtol=1e-12)
     np.testing.assert_allclose(grad, term, **CLOSE)
+    assert world.labels(method, method.joint, world.unlabelled, world.labelled) == labels.tolist()
+    assert world.labels(method, method.alone, world.unlabelled) == labels.tolist()
 
 
 @pytest.mark.parametrize("kind", [FixMatchGlobal, Sage])
@@ -256,7 +264,7 @@ def test_the_global_model_labels_by_its_statistics_and_the_local_one_sees_all(ki
     local = Model(NORMED, *tensors(w=w, s=s.copy()).values(), training=True)
     received = Model(NORMED, *tensors(g=g, r=r.copy()).values())
     method = kind(NORMED, confidence=sure)
-    found = method.alone({"w": local}, {"w": received}, world.unlabelled).item()
+    found = method.alone({"w": local}, {"w": received}, world.unlabelled).loss.item()
     expected = ce(strong, labels_of(teacher, sure))
     if kind is Sage:
         expected = sage(weak, teacher, strong, sure, 0.05)[0]
@@ -266,16 +274,17 @@ def test_the_global_model_labels_by_its_statistics_and_the_local_one_sees_all(ki
 
 
 def sage(weak, teacher, strong, sure, halving):
-    """SAGE's consistency and its gradient by the logits of the strong view, one sample at a time.
+    """SAGE's consistency, its gradient by the logits of the strong view, its labels: one sample at a time.
 
     Target λ·onehot(local) + (1 − λ)·onehot(global), λ = exp(−(ln 2/h)·|p − q|), 0 where the local confidence
     p is below the threshold; a sample counts if p or the global q reaches it; mean over the whole batch. By
     z: (σ(z) − target)/n of those that count, since a target sums to 1.
     """
-    value, G, n = 0.0, np.zeros_like(strong), len(strong)
+    value, G, n, labels = 0.0, np.zeros_like(strong), len(strong), []
     for i in range(n):
         (p, y), (q, v) = ((softmax(z)[i].max(), int(z[i].argmax())) for z in (weak, teacher))
         if p < sure and q < sure:
+            labels.append(-1)
             continue
         share = 2.0 ** (-abs(p - q) / halving) if p >= sure else 0.0
         target = np.zeros(M)
@@ -283,7 +292,8 @@ def sage(weak, teacher, strong, sure, halving):
         target[v] += 1 - share
         value += soft_ce(strong[i : i + 1], target[None])[0] / n
         G[i] = (softmax(strong)[i] - target) / n
-    return value, G
+        labels.append(y if share > 0.5 else v)
+    return value, G, labels
 
 
 def test_sage_mixes_the_labels_of_both_models(rng):
@@ -294,7 +304,7 @@ def test_sage_mixes_the_labels_of_both_models(rng):
     known = [softmax(z).max(1) >= sure for z in (weak, teacher)]
     cases = {(bool(a), bool(b)) for a, b in zip(*known, strict=True)}
     assert cases == set(itertools.product([True, False], repeat=2))  # else the test could not tell
-    value, G = sage(weak, teacher, strong, sure, 0.3)
+    value, G, labels = sage(weak, teacher, strong, sure, 0.3)
     method = Sage(NET, confidence=sure, halving=0.3, weight=0.7)
     found, grad = world.descended(method, method.joint, world.unlabelled, world.labelled)
     np.testing.assert_allclose(found, ce(z, world.y) + 0.7 * value, rtol=1e-12)
@@ -303,6 +313,10 @@ def test_sage_mixes_the_labels_of_both_models(rng):
     found, grad = world.descended(method, method.alone, world.unlabelled)
     np.testing.assert_allclose(found, 0.7 * value, rtol=1e-12)
     np.testing.assert_allclose(grad, 0.7 * pull_back(world.strong, G), **CLOSE)
+    assert world.labels(method, method.joint, world.unlabelled, world.labelled) == labels
+    assert world.labels(method, method.alone, world.unlabelled) == labels
+    others = [np.where(np.array(labels) < 0, -1, z.argmax(1)).tolist() for z in (weak, teacher)]
+    assert labels not in others  # else the test could not tell
 
 
 @pytest.mark.parametrize(
@@ -321,7 +335,7 @@ def test_sage_halves_its_share_with_every_twentieth_of_confidence(p, q, share):
 
     strong = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
     method = Sage(NET, confidence=sure_of(0, 0.95).softmax(1).max().item())  # 0.95, but for its last bit
-    found = method.consistency(sure_of(0, p), lambda _: sure_of(1, q), None, strong).item()
+    found = method.consistency(sure_of(0, p), lambda _: sure_of(1, q), None, strong).loss.item()
     assert found == pytest.approx((share * 1 + (1 - share) * 2) * np.log(2), rel=1e-9)
 
 
@@ -379,6 +393,8 @@ def test_mixmatch_mixes_all_samples_and_sharpens_its_guesses(share, rng):
     found, grad = gradient(loss, world.w)
     np.testing.assert_allclose(found, value, rtol=1e-10)
     np.testing.assert_allclose(grad, pull_back(images, G), rtol=1e-8, atol=1e-12)
+    guess = sum(softmax(f(view, world.w)) for view in (world.weak, world.strong)).argmax(1)
+    assert loss(torch.from_numpy(world.w)).y.tolist() == guess.tolist()
 
 
 def test_mixmatch_guesses_by_statistics_and_trains_in_one_pass(rng):
@@ -391,7 +407,7 @@ def test_mixmatch_guesses_by_statistics_and_trains_in_one_pass(rng):
     model = Model(NORMED, *tensors(w=w, s=statistics.copy()).values(), training=True)
     method, ramp = MixMatch(NORMED, weight=10.0, temperature=0.7), torch.tensor([0.5], dtype=torch.float64)
     drawn = torch.from_numpy(draw)
-    found = method.joint({"w": model}, {"ramp": ramp}, world.unlabelled, world.labelled, drawn).item()
+    found = method.joint({"w": model}, {"ramp": ramp}, world.unlabelled, world.labelled, drawn).loss.item()
     np.testing.assert_allclose(found, value, rtol=1e-10)
     np.testing.assert_allclose(model.statistics.numpy(), moved(statistics, images), rtol=1e-10)
 
@@ -527,6 +543,8 @@ def test_psi_descends_towards_its_helpers_and_sigma(count, alone, world, rng):
     found, grad = gradient(partial(loss, method), psi)
     np.testing.assert_allclose(found, value, rtol=1e-12)
     np.testing.assert_allclose(grad, by_hand, **CLOSE)
+    labels = np.where(softmax(z).max(1) >= middle(z) - 1e-12, votes, -1)
+    assert loss(method, torch.from_numpy(psi)).y.tolist() == labels.tolist() and (labels < 0).any()
     # The norms are of hundreds: what is left without them must agree as well.
     without = FedMatch(
         NET, confidence=sure, consistency_weight=0.01, proximity_weight=0.0, sparsity_weight=0.0
@@ -580,7 +598,7 @@ def test_psi_learns_by_statistics_of_the_batch_and_moves_none(rng):
     method = FedMatch(NORMED, confidence=0.0, **AUTHORS_WEIGHTS)
     model = Model(NORMED, *tensors(w=w, s=s.copy()).values(), training=True)
     views = Batch(tensors(a=x, b=x).values(), None)
-    loss = method.agreement({"sigma": model, "psi": torch.from_numpy(psi)}, {}, None, views)
+    loss, _ = method.agreement({"sigma": model, "psi": torch.from_numpy(psi)}, {}, None, views)
     z = normed(x, w + np.concatenate([psi, np.zeros(32)]))
     norms = 1e-4 * np.abs(psi).sum() + 10 * ((psi - w[: len(psi)]) ** 2).sum()
     np.testing.assert_allclose(loss.item(), 0.01 * ce(z, z.argmax(1)) + norms, rtol=1e-10)
@@ -740,6 +758,8 @@ def test_rscfed_follows_the_sharpened_teacher_on_another_view(world):
     value, grad = gradient(consistency, world.w)
     np.testing.assert_allclose(value, 0.02 * (gap**2).sum(1).mean(), rtol=1e-12)
     np.testing.assert_allclose(grad, pull_back(world.strong, G), **CLOSE)
+    assert consistency(torch.from_numpy(world.w)).y.tolist() == t.argmax(1).tolist()
+    assert both(torch.from_numpy(world.w)).y.tolist() == t.argmax(1).tolist()
     value, grad = gradient(both, world.w)
     np.testing.assert_allclose(value, 0.02 * (gap**2).sum(1).mean() + ce(z, world.y), rtol=1e-12)
     by_hand = pull_back(world.strong, G) + pull_back(world.x, ce_gradient(z, world.y))

@@ -105,7 +105,7 @@ def expected(folder):
         found |= {f"loss/{name}": value for name, value in line["loss"].items()}
         for key in ("bytes_down", "bytes_up", "clients"):
             found |= {f"{key}/{kind}": line[key][kind] for kind in ("full", "partial", "unlabelled")}
-        found |= {"pseudo_label_accuracy": line["pseudo_label_accuracy"], "seconds": line["seconds"]}
+        found |= {key: line[key] for key in ("pseudo_label_accuracy", "pseudo_label_share", "seconds")}
         for name, value in found.items():
             if value is not None:
                 values.setdefault(name, []).append((line["round"], value))

@@ -70,8 +70,7 @@ def connected(visit: Visit) -> list[Visit]:
             components.remove(component)
             new = Component(new.names | component.names, new.places + component.places)
         components.append(new)
-    counted = visit.update.labelling
-    empty = visit.update._replace(labelling=None if counted is None else torch.zeros_like(counted))
+    empty = visit.update._replace(labelling=torch.zeros_like(visit.update.labelling))
     in_order = [tuple(visit.jobs[place] for place in sorted(component.places)) for component in components]
     return [Visit(jobs, visit.kept, empty) for jobs in in_order]
 
@@ -81,9 +80,11 @@ def joined(visit: Visit, parts: Sequence[Trained]) -> Trained:
     update = visit.update
     kept = visit.kept
     for part, memory in parts:
-        update = update._replace(arrays=update.arrays | part.arrays, losses=update.losses | part.losses)
-        if update.labelling is not None and part.labelling is not None:
-            update = update._replace(labelling=update.labelling + part.labelling)
+        update = update._replace(
+            arrays=update.arrays | part.arrays,
+            losses=update.losses | part.losses,
+            labelling=update.labelling + part.labelling,
+        )
         kept = memory
     names = dict.fromkeys(name for job in visit.jobs for name in job.phase.trained)
     arrays = {name: update.arrays[name] for name in names}

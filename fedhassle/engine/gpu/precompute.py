@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, local_models
-from fedhassle.method import Batch, Model, Models, Network, as_models
+from fedhassle.method import Batch, Labelled, Model, Models, Network, as_models
 
 EVERY = "*"  # among the names read: all of them
 
@@ -148,7 +148,7 @@ def questions(
     )
 
 
-def losses_of(job: Job, buffers: Buffers) -> Iterator[tuple[Callable[..., Tensor], Models]]:
+def losses_of(job: Job, buffers: Buffers) -> Iterator[tuple[Callable[..., Tensor | Labelled], Models]]:
     """The losses of a step with their local models, which leave the buffers unchanged."""
     aside = buffers._replace(statistics={k: v.clone() for k, v in buffers.statistics.items()})
     for descent in job.phase.descents:

@@ -26,14 +26,16 @@ class StretchInputs(NamedTuple):
 
     batches: tuple[Batch, ...]
     draws: tuple[Tensor, ...]
+    truths: tuple[Tensor, ...]
     answers: Answers
 
     def at(self, i: int) -> StretchInputs:
         """Inputs of step i."""
         batches = tuple(batch.at(i) for batch in self.batches)
         draws = tuple(draw[i] for draw in self.draws)
+        truths = tuple(truth[i] for truth in self.truths)
         answers = {question: logits[i] for question, logits in self.answers.items()}
-        return StretchInputs(batches, draws, answers)
+        return StretchInputs(batches, draws, truths, answers)
 
 
 class StretchFunctions(NamedTuple):
@@ -51,13 +53,14 @@ def stretch_functions(job: Job, asked: tuple[Question, ...], engine: Engine) -> 
         with engine.lowered():
             received = as_models(buffers.received, job.networks)
             batches = batches_of(job, buffers, received, schedule)
-            return StretchInputs(batches, schedule.draws, answer(asked, received, batches))
+            answers = answer(asked, received, batches)
+            return StretchInputs(batches, schedule.draws, schedule.truths, answers)
 
     def step_once(buffers: Buffers, inputs: StretchInputs) -> None:
         with engine.lowered():
             received = as_models(buffers.received, job.networks)
             answering = with_answers(received, inputs.answers, inputs.batches)
-            step(job, buffers, answering, inputs.batches, inputs.draws)
+            step(job, buffers, answering, inputs.batches, inputs.draws, inputs.truths)
 
     return StretchFunctions(inputs_of, step_once, capture=engine.device.type == "cuda")
 

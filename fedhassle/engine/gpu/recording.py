@@ -63,7 +63,9 @@ RECORDING_LOCK = threading.Lock()
 def shape_of(job: Job, kept: Arrays) -> Hashable:
     """A key that is equal for jobs that can share a recording: same functions, tensors of the same sizes."""
     phase = job.phase
-    streams = tuple((s.part, s.batch, s.views, s.online, identity(s.labels)) for s in phase.streams)
+    streams = tuple(
+        (s.part, s.batch, s.views, s.online, identity(s.logits), identity(s.labels)) for s in phase.streams
+    )
     descents = tuple((d.train, d.sgd, identity(d.loss)) for d in phase.descents)
     sizes = tuple(
         tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)

@@ -181,7 +181,7 @@ class SiteNode:
             *(t, ", ".join(reply.update.arrays) or "nothing", time.perf_counter() - began),
             *(megabytes(payload.arrays), megabytes(arrays)),
         )
-        return Payload(update_words(reply.update), arrays)
+        return Payload(update_words(reply.update, self.agreement.data.coarse_counts), arrays)
 
     def evaluate(self, payload: Payload) -> Payload:
         """Evaluates a model on the site's validation images."""
