@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedhassle.method import MEAN_OF, Client, Method, Part, Phase, Update
 from fedhassle.nets import Net
-from fedhassle.vectors import Arrays
+from fedhassle.vectors import Arrays, running_mean
 
 AVERAGED = " averaged"  # behind the name of a prediction by running means
 
@@ -98,9 +98,10 @@ class Averaged(Method):
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Merges, then m ← a·m + (1 − a)·w for each model w that predicts; a = min(average, 1 − 1/t)."""
         merged = self.inner.merge(plain(state), updates, t, rng)
-        share = min(self.average or 0.0, 1 - 1 / t)
-        now = self.inner.model(merged).items()
-        return merged | {MEAN_OF + name: w.lerp(state.get(MEAN_OF + name, w), share) for name, w in now}
+        decay, now = self.average or 0.0, self.inner.model(merged).items()
+        return merged | {
+            MEAN_OF + name: running_mean(state.get(MEAN_OF + name, w), w, decay, t) for name, w in now
+        }
 
     def model(self, state: Arrays) -> Arrays:
         """The method's model, and its means."""

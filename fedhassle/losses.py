@@ -49,6 +49,18 @@ def hard_labels(z: Tensor, confidence: float = 0.0) -> Tensor:
     return torch.where(sure, z.argmax(1), -1)
 
 
+def class_mix(z: Tensor, steps: int = 10) -> Tensor:
+    """The shares of the classes (M,) among a client's samples, from logits (n, M) that expect equal shares.
+
+    Steps of expectation-maximisation (Saerens et al., 2002): Bayes' rule gives each sample's probabilities
+    under the shares so far, and their mean is the next estimate.
+    """
+    mix = z.softmax(1).mean(0)
+    for _ in range(steps):
+        mix = (z + mix.log()).softmax(1).mean(0)
+    return mix
+
+
 def one_hot(y: Tensor, classes: int) -> Tensor:
     """Labels as probabilities (B, M), for −1 zeros; `F.one_hot` would wait to look at the values."""
     return (y[:, None] == torch.arange(classes, device=y.device)).float()

@@ -255,9 +255,10 @@ class Method:
     clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
     average: float | None = None  # decay of a running mean over rounds of each model that predicts
     teacher: Literal["average"] | None = None  # who gives pseudo-labels; None: the models received
-    prior: Literal["batch"] | None = None  # calibrates cross-entropies by the class mix of the batch
+    prior: Literal["batch", "none"] | None = None  # calibrates cross-entropies by the class mix of the batch
     labelled_view: Literal["weak", "strong"] | None = None  # of labelled images; None: the method's own
 
+    averages: ClassVar[bool] = False  # whether it keeps the running means of `average` itself
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
     pooled: ClassVar[tuple[Part, ...]] = ()  # parts of all clients' data in one place: no federation has that
     headline: ClassVar[str] = "model"  # the prediction that stands for the method in one-line summaries
@@ -344,7 +345,7 @@ class Method:
 
     def calibrated(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns the logits that a cross-entropy on labels y is taken of: with `prior`, calibrated ones."""
-        return calibrated(z, y) if self.prior else z
+        return calibrated(z, y) if self.prior == "batch" else z
 
     def sgd(self, decay: float = 0.0) -> SGD:
         """The optimiser of this method's descents."""

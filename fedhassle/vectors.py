@@ -21,6 +21,11 @@ def mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return result
 
 
+def running_mean(before: Tensor, now: Tensor, decay: float, t: int) -> Tensor:
+    """a·before + (1 − a)·now, where a = decay; in the first rounds 1 − 1/t, as in a plain mean."""
+    return now.lerp(before, min(decay, 1 - 1 / t))
+
+
 def squared_distance(a: Tensor, b: Tensor) -> Tensor:
     """‖a − b‖²."""
     return (a - b).square().sum()

@@ -143,7 +143,9 @@ def prose(page):
 def anchors(path):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", path.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    plain = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    before = [plain[:i].count(anchor) for i, anchor in enumerate(plain)]  # a second `a` is `a-1`
+    return {f"{anchor}-{n}" if n else anchor for anchor, n in zip(plain, before, strict=True)}
 
 
 @EACH_PAGE
@@ -221,4 +223,4 @@ def test_the_settings_of_a_method_are_exact(name):
 
 def test_every_method_is_in_the_overview():
     overview = PAGES["methods.md"].partition("## Overview")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| \[`([\w-]+)`\]", overview, re.MULTILINE) == [*METHODS]
+    assert re.findall(r"^\| \[`([\w+-]+)`\]", overview, re.MULTILINE) == [*METHODS]

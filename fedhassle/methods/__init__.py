@@ -9,6 +9,7 @@ from fedhassle.methods.fedprox import FedProx
 from fedhassle.methods.fixmatch import FixMatch
 from fedhassle.methods.fixmatch_global import FixMatchGlobal
 from fedhassle.methods.hassle import Hassle
+from fedhassle.methods.hassle_plus import HasslePlus
 from fedhassle.methods.local_only import Alone
 from fedhassle.methods.mixmatch import MixMatch
 from fedhassle.methods.rscfed import RSCFed
@@ -22,6 +23,7 @@ METHODS: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
     "rscfed": RSCFed,
     "hassle": Hassle,
+    "hassle+": HasslePlus,
     "fixmatch-global": FixMatchGlobal,
     "sage": Sage,
     "central": Central,

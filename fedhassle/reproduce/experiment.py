@@ -59,7 +59,7 @@ class Choice(TomlTable):
     changes: dict[str, Any] = Field(default={}, alias="set")
     paper: bool = True  # the paper has it
     reference: bool = False  # a bound to read the others by, not a method to compare
-    averaged: bool = False  # its accuracy is that of the main prediction by running means over rounds
+    averaged: bool | None = None  # its accuracy is by running means over rounds; false: not even beside true
     only: Words = ()  # choices of other axes that it is combined with, by id (default: all)
 
     @model_validator(mode="before")
@@ -153,7 +153,8 @@ class Cell:
     @property
     def averaged(self) -> bool:
         """True if its accuracy is that of the main prediction by running means over rounds."""
-        return any(choice.averaged for choice in self.choices)
+        said = {choice.averaged for choice in self.choices}
+        return True in said and False not in said
 
     @cached_property
     def identity(self) -> Identity:

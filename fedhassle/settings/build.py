@@ -195,6 +195,6 @@ def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
     """A method with its settings."""
     try:
         method = method_class(name)(net=net, **values)
-        return method if method.average is None else Averaged.of(method)
+        return method if method.average is None or method.averages else Averaged.of(method)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error

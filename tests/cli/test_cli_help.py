@@ -17,7 +17,7 @@ def test_methods_are_listed_one_a_line():
     code, out, err = call("methods")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == [
-        *("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle"),
+        *("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle", "hassle+"),
         *("fixmatch-global", "sage", "central", "central-fixmatch", "local"),
     ]
     assert all(len(line.split()) > 4 for line in out.splitlines())

@@ -191,6 +191,7 @@ TELLING = {
     "fedmatch": {"confidence": 0.3, "helper_rounds": 2, "least_change": 0.001, "unlabelled": True},
     "rscfed": {"subsets": 2, "subset_size": 3, "partial": "mixed"},
     "hassle": {"residual_steps": 2},
+    "hassle+": {"confidence": 0.3, "unlabelled_epochs": 1},
     "fixmatch-global": {"confidence": 0.3},
     "sage": {"confidence": 0.3, "halving": 0.3},
     "central": {"steps": 2},

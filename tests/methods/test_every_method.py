@@ -78,7 +78,8 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
 
 IDLE = {  # by hand, from what the methods say of themselves, with the settings that they have by default
     **dict.fromkeys(("fedavg", "fedprox", "mixmatch", "fixmatch", "fedmatch", "local"), ("unlabelled",)),
-    **dict.fromkeys(("rscfed", "hassle", "fixmatch-global", "sage", "central", "central-fixmatch"), ()),
+    **dict.fromkeys(("rscfed", "hassle", "hassle+", "fixmatch-global", "sage"), ()),
+    **dict.fromkeys(("central", "central-fixmatch"), ()),
 }
 
 
@@ -105,7 +106,7 @@ def test_a_client_that_holds_nothing_is_not_asked(name):
     assert takes_part(method, Client("someone", 1, 1), 1)
 
 
-CONFIDENT = {"fixmatch", "fedmatch", "hassle", "fixmatch-global", "sage", "central-fixmatch"}
+CONFIDENT = {"fixmatch", "fedmatch", "hassle", "hassle+", "fixmatch-global", "sage", "central-fixmatch"}
 
 
 @pytest.mark.parametrize("name", sorted(CONFIDENT))
@@ -177,6 +178,13 @@ partial     unlabelled           unlabelled 8 weak                            2 
 partial     unlabelled residual  unlabelled 8 weak                            13 steps  r_SU 0.1 0.9 2 0.0001
 unlabelled  unlabelled           unlabelled 8 weak                            2 epochs  w_U 0.1 0.9 2 0
 unlabelled  unlabelled residual  unlabelled 8 weak                            13 steps  r_SU 0.1 0.9 2 0.0001
+
+hassle+ unlabelled_epochs=3
+full        labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
+full        all                  labelled 8 weak                              3 epochs  w_U 0.1 0.9 2 0
+partial     labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
+partial     all                  unlabelled 16 strong + labelled 8 weak       3 epochs  w_U 0.1 0.9 2 0
+unlabelled  all                  unlabelled 16 strong                         3 epochs  w_U 0.1 0.9 2 0
 
 fixmatch-global
 full        labelled             labelled 8 weak                              2 epochs  w 0.1 0.9 2 0
@@ -319,13 +327,14 @@ def test_its_saved_model_contains_only_what_prediction_needs(run):
     expected = {
         "fedmatch": {"sigma", "psi"},
         "hassle": {"w_S", "w_U", "r_US", "r_SU", "w_S_before", "w_U_before"},
+        "hassle+": {"w_S", "w_U", "m_S", "m_U"},
         "local": {"w", *(f"w of client {k}" for k in (1, 2, 3))},
     }
     assert tensors_of(folder / "model.safetensors").keys() <= expected.get(name, {"w"})
 
 
 def test_settings_that_a_method_leaves_open_come_from_the_run():
-    """`central` takes its steps from the run, `mixmatch` its rounds, unless they are given.
+    """`central` takes its steps from the run, `mixmatch` its rounds, `hassle+` its start, unless given.
 
     With batches of 128 and ten epochs the clients pass over their labels in 10·(8 + 1) = 90 steps, over what
     FixMatch-global has them walk in 10·(8 + 4 + 1) = 130; two of three are drawn.
@@ -342,11 +351,13 @@ def test_settings_that_a_method_leaves_open_come_from_the_run():
             "central": {"steps": 60},
             "central-fixmatch": {"steps": 87},
             "mixmatch": {"rounds": 30},
+            "hassle+": {"start": 9},
         }.get(name, {})
         assert all(getattr(alone, key) is None for key in taken)
         assert alone.for_run(30, clients, 2) == dataclasses.replace(alone, **taken)
     assert made("method=mixmatch", "method.rounds=7").for_run(30, clients, 2).rounds == 7
     assert made("method=central", "method.steps=3").for_run(30, clients, 2).steps == 3
+    assert made("method=hassle+", "method.start=0").for_run(30, clients, 2).start == 0
     assert made("method=central").for_run(30).steps is None
 
 
@@ -386,6 +397,7 @@ def numeric(name):
 POSITIVE = {  # of these 0 is refused as well; of the others it means that something is left out
     *("batch", "epochs", "lr", "ratio", "temperature", "alpha", "rounds", "helper_rounds", "unlabelled_lr"),
     *("subsets", "subset_size", "boost", "tau", "residual_steps", "residual_width", "halving", "steps"),
+    "unlabelled_epochs",
 }
 
 
@@ -404,7 +416,7 @@ def test_a_wrong_number_is_an_error_that_names_the_setting(name, field):
 
 @EVERY
 def test_a_typo_in_its_name_suggests_the_right_one(name):
-    for slip in (name[:-1], name.upper()):
+    for slip in {name[:-1], name.upper()} - METHODS.keys():  # hassle is a method too
         with pytest.raises(UserError, match=f"unknown method '{slip}', did you mean '{name}'"):
             resolved(f"method={slip}")
 

@@ -24,7 +24,7 @@ from fedhassle.settings.request import flat, layer, request
 from fedhassle.settings.schema import resolve
 
 SIZES = {  # cells: combinations of choices × seeds, by hand
-    "table1": 3 * 3 * 12 * 3,
+    "table1": 3 * 3 * 13 * 3,
     "table-noniid": 3 * 3 * 7 * 3,
     "ablation": 2 * 2 * 3,
     "residual-structure": 5 * 3,
@@ -36,12 +36,13 @@ SIZES = {  # cells: combinations of choices × seeds, by hand
     "training-loss": 1 * 3,
     "lambda": 6 * 3,
     "gamma": 5 * 3,
-    "communication": 9 * 1,
-    "beyond": 2 * 11 * 6 * 3,
-    "costs": 2 * 11 * 2 * 3,
+    "communication": 10 * 1,
+    "beyond": 2 * (11 * 6 + 1) * 3,  # hassle+ has all settings built in
+    "costs": 2 * (11 * 2 + 1) * 3,
+    "hassle-plus": 7 * 3,
 }
 SHARED = {"beyond": 2 * 11 * 3}  # cells that are the run of another cell of the experiment
-OURS = {"beyond", "costs"}  # not in the paper
+OURS = {"beyond", "costs", "hassle-plus"}  # not in the paper
 EACH = pytest.mark.parametrize("name", SIZES)
 
 

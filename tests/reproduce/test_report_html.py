@@ -305,7 +305,7 @@ def test_nan_accuracies_are_not_an_error(tmp_path):
 
 def test_an_empty_ledger_is_not_an_error(tmp_path):
     report = made(tmp_path / "none")
-    assert (report.done, report.runs) == (0, 867)
+    assert (report.done, report.runs) == (0, 912)
     assert {finding.verdict for finding in findings(report)} == {UNKNOWN}
     ElementTree.fromstring(page(report))
 
@@ -713,7 +713,7 @@ def test_rows_and_columns_follow_the_experiment(ledger):
         made(ledger, name).sections for name in ("table1", "ablation", "ratio")
     )
     assert (
-        result_table(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(result_table(table).rows) == 14
+        result_table(table).headings[CIFAR10] == ("CIFAR-10", "10 %") and len(result_table(table).rows) == 15
     )
     assert [line.labels for line in result_table(ablation).rows] == [
         ("✗", "✗"),
@@ -730,7 +730,7 @@ def test_rows_and_columns_follow_the_experiment(ledger):
 
 def test_references_come_last(ledger):
     (section,) = made(ledger, "table1").sections
-    assert [line.reference for line in result_table(section).rows] == [False] * 11 + [True] * 3
+    assert [line.reference for line in result_table(section).rows] == [False] * 12 + [True] * 3
 
 
 def test_the_shared_split_is_the_papers(tmp_path):

@@ -1,0 +1,145 @@
+"""hassle+: two models as in HASSLE, with sure pseudo-labels in place of residuals (docs/hassle-plus.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedhassle.errors import require
+from fedhassle.losses import class_mix, hard_labels
+from fedhassle.method import (
+    Batch,
+    Client,
+    Descent,
+    Method,
+    Models,
+    Phase,
+    Stream,
+    Update,
+    as_models,
+    require_confidence,
+)
+from fedhassle.nets import Net
+from fedhassle.vectors import Arrays, running_mean
+
+MEANS = {"w_S": "m_S", "w_U": "m_U"}  # each model and its running mean over rounds
+LABELS_ALONE = 0.3  # share of the rounds before w_U starts
+
+
+@dataclass(frozen=True)
+class HasslePlus(Method):
+    """w_S learns from labels, later w_U from labels and sure pseudo-labels; unlabelled clients train w_U.
+
+    Full clients train both on labels, partial ones w_S on labels and w_U on all. w_U starts from m_S, the
+    mean of w_S over rounds. The means m_S and m_U give the pseudo-labels, and predict.
+    """
+
+    # Chosen on held-out images; docs/hassle-plus.md has the figures.
+    batch: int = 64
+    epochs: int = 20  # passes over the labels a round that train w_S
+    unlabelled_epochs: int = 5  # passes that train w_U: over the unlabelled data, on full clients over labels
+    ratio: int = 2  # unlabelled samples for each labelled one in a step
+    confidence: float = 0.95  # below it a sample gets no pseudo-label
+    own_mix: bool = True  # pseudo-labels know the class mix of their client
+    start: int | None = None  # rounds on labels alone before w_U starts; None: 0.3 of the run's
+    average: float = 0.9  # decay of the means; 0: no means
+    teacher: Literal["average"] = "average"
+    prior: Literal["batch", "none"] | None = "batch"
+    labelled_view: Literal["weak", "strong"] | None = "strong"
+
+    averages: ClassVar[bool] = True
+    teachers: ClassVar[tuple[str, ...]] = ("m_S", "m_U")
+    headline: ClassVar[str] = "EM"
+    modes: ClassVar[Mapping[str, str]] = {
+        "SM": "supervised, mean over rounds",
+        "UM": "unsupervised, mean over rounds",
+        "EM": "mean of SM and UM",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        passes = self.unlabelled_epochs
+        require(1 <= passes <= 1000, f"unlabelled_epochs must be from 1 to 1,000, got {passes}")
+        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
+        require_confidence(self.confidence)
+        require(self.start is None or self.start >= 0, f"start must be at least 0, got {self.start}")
+
+    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
+        """With the run's own start, unless another is asked for."""
+        return self if self.start is not None else replace(self, start=round(LABELS_ALONE * rounds))
+
+    def networks(self) -> dict[str, Net]:
+        """Both models and their means."""
+        return dict.fromkeys((*MEANS, *MEANS.values()), self.net)
+
+    def initial(self, seed: int) -> Arrays:
+        """FedAvg's model, as all that exists by round 1."""
+        names = ("w_S", "m_S") if self.start else (*MEANS, *MEANS.values())
+        return dict.fromkeys(names, self.net.initial(seed))
+
+    def message(self, state: Arrays, client: Client, t: int) -> Arrays:
+        """Returns the models that the client trains, and those that label its data."""
+        trained = {name for phase in self.phases(client, t) for name in phase.trained}
+        teachers = set(self.teachers) if "w_U" in trained and client.unlabelled else set()
+        return {name: state[name] for name in state if name in trained | teachers}
+
+    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
+        """w_S on labels; once it exists, w_U on all that the client has."""
+        return tuple(self.both_phases(client, t > (self.start or 0)))
+
+    def both_phases(self, client: Client, started: bool) -> Iterator[Phase]:
+        """The phase of each model that the client can train."""
+        labelled = Stream("labelled", self.batch)
+        unlabelled = Stream(
+            "unlabelled", self.ratio * self.batch, ("strong",), logits=self.taught, labels=self.sure
+        )
+        if client.labelled:
+            yield self.phase("labelled", "w_S", (labelled,), self.epochs)
+        if started:
+            streams = tuple(stream for stream in (unlabelled, labelled) if client.count(stream.part))
+            yield self.phase("all", "w_U", streams, self.unlabelled_epochs)
+
+    def phase(self, name: str, model: str, streams: tuple[Stream, ...], epochs: int) -> Phase:
+        """A walk that trains one model."""
+        return Phase(name, streams, (Descent(model, partial(self.loss, model), self.sgd()),), epochs)
+
+    def taught(self, received: Models, x: Tensor) -> Tensor:
+        """The logits of both means together."""
+        return ensemble(received["m_S"](x), received["m_U"](x))
+
+    def sure(self, z: Tensor) -> Tensor:
+        """The likeliest class of each sample of a client, given the client's class mix; −1 if not sure."""
+        return hard_labels(z + class_mix(z).log() if self.own_mix else z, self.confidence)
+
+    def loss(self, model: str, local: Models, received: Models, *batches: Batch) -> Tensor:
+        """The sum of the batches' cross-entropies; one forward pass, so that BatchNorm sees all."""
+        views = [batch.views[0] for batch in batches]
+        logits = local[model](torch.cat(views)).split([len(x) for x in views])
+        losses = [self.cross_entropy(z, batch.y) for z, batch in zip(logits, batches, strict=True)]
+        return torch.stack(losses).sum()
+
+    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+        """Averages over clients, then over rounds; after round `start`, w_U starts from m_S."""
+        merged = super().merge(state, updates, t, rng)
+        for model, mean in MEANS.items():
+            if model in state:
+                merged[mean] = running_mean(state[mean], merged[model], self.average, t)
+        return merged | (dict.fromkeys(("w_U", "m_U"), merged["m_S"]) if t == self.start else {})
+
+    def predict(self, state: Arrays, x: Tensor) -> dict[str, Tensor]:
+        """SM and UM, by the means, and their mean EM; the models themselves."""
+        z = {name: model(x) for name, model in as_models(state, self.networks()).items()}
+        z = {"w_U": z["w_S"], "m_U": z["m_S"]} | z  # before w_U starts
+        ensembled = ensemble(z["m_S"], z["m_U"])
+        return {"SM": z["m_S"], "UM": z["m_U"], "EM": ensembled, "w_S": z["w_S"], "w_U": z["w_U"]}
+
+
+def ensemble(a: Tensor, b: Tensor) -> Tensor:
+    """The mean of two models' logits."""
+    return (a + b) / 2
