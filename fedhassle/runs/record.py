@@ -180,6 +180,8 @@ class EvaluatedRound(BaseModel):
     round: int
     accuracy: dict[str, float]
     bytes_up: dict[str, float]
+    pseudo_label_accuracy: float | None = None  # not in every summary, like the next
+    pseudo_label_share: float | None = None
 
 
 class Summary(BaseModel):
