@@ -1,9 +1,9 @@
-"""Accuracy of each of a method's predictions."""
+"""Accuracy of each of a method's predictions, and of its headline by class."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,35 @@ from torch import Tensor
 from fedhassle.data.views import Views
 from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import require
+from fedhassle.losses import one_hot
 from fedhassle.method import Method
 from fedhassle.nets import images_a_pass
 from fedhassle.vectors import Arrays
 
 
+class Accuracy(NamedTuple):
+    """Accuracies that a method reports."""
+
+    overall: dict[str, float]  # by prediction
+    by_class: list[float | None]  # of the headline, on the images of each class; None if there are none
+
+
 def accuracy(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
-) -> dict[str, float]:
+) -> Accuracy:
     """Accuracies that a method reports on images (N, H, W, C)."""
     found = hits(method, state, images, y, views, workers)
-    return method.report({name: hit / len(y) for name, hit in found.items()})
+    sizes = one_hot(y, len(next(iter(found.values())))).sum(0).long().tolist()  # images of each class
+
+    def on_class(k: int) -> float | None:
+        if not sizes[k]:
+            return None
+        return method.report({name: right[k] / sizes[k] for name, right in found.items()}).get(
+            method.headline
+        )
+
+    overall = method.report({name: sum(right) / len(y) for name, right in found.items()})
+    return Accuracy(overall, [on_class(k) for k in range(len(sizes))])
 
 
 @torch.no_grad()
@@ -49,8 +67,8 @@ def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
 
 def hits(
     method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
-) -> dict[str, int]:
-    """Number of images (N, H, W, C) that each prediction classifies correctly.
+) -> dict[str, list[int]]:
+    """Number of images (N, H, W, C) that each prediction classifies correctly, by class.
 
     Always in float32, even if training uses bfloat16, so that simulator, sites and coordinator agree.
     """
@@ -62,7 +80,8 @@ def hits(
         pixels, labels = batch
         with torch.autocast(pixels.device.type, enabled=False):  # here, since it applies per thread
             logits = method.predict(state, views.normalise(pixels))
-        return {name: (z.argmax(1) == labels).sum() for name, z in logits.items()}
+        hit = {name: torch.where(z.argmax(1) == labels, labels, -1) for name, z in logits.items()}
+        return {name: one_hot(k, logits[name].shape[1]).sum(0).long() for name, k in hit.items()}  # (M,) each
 
     found = side_by_side(right, batches, workers)
-    return {name: sum(int(hit[name]) for hit in found) for name in found[0]}
+    return {name: torch.stack([each[name] for each in found]).sum(0).tolist() for name in found[0]}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedhassle.data.split.layout import KINDS
 from fedhassle.names import counted, some_of
-from fedhassle.runs.record import LAST, TEST_FALLBACK, Metrics, evaluations_averaged, on_test_images
+from fedhassle.runs.record import (
+    BY_CLASS,
+    LAST,
+    TEST_FALLBACK,
+    Metrics,
+    evaluations_averaged,
+    on_test_images,
+)
 
 MOST_NAMES = 30  # classes or sites listed
 
@@ -51,6 +59,8 @@ def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.sa
     tables, tested = [table(summary)], on_test_images(summary)
     if tested is not None:
         tables += ["On the coordinator's test images:", table(tested)]
+    if summary.get(BY_CLASS):
+        tables += [about_classes(summary), class_table(summary[BY_CLASS])]
     return PAGE.format(
         method=cell(summary["method"]),
         data=cell(summary["data"]),
@@ -75,6 +85,25 @@ def table(summary: Metrics) -> str:
         figures = f"{100 * score['mean_of_last']:.2f} | {100 * score['last']:.2f}"
         lines.append(f"| {bold}{cell(name)}{bold} | {figures} |")
     return "\n".join(lines)
+
+
+def about_classes(summary: Metrics) -> str:
+    """The line above the table of classes."""
+    classes, by = len(summary[BY_CLASS]), f"with {cell(summary['headline'])}"
+    place = " on the coordinator's test images" if is_federation(summary) else ""
+    lowest = f" (the {MOST_NAMES} lowest of {classes:,})" if classes > MOST_NAMES else ""
+    return f"By class{place}, {by}, mean of the same evaluations{lowest}:"
+
+
+def class_table(found: Mapping[str, float | None]) -> str:
+    """The accuracy on each class, in per cent; of many classes only the lowest."""
+    lowest = sorted(found, key=lambda name: math.inf if (share := found[name]) is None else share)
+    shown = {name: found[name] for name in found if name in lowest[:MOST_NAMES]}
+    rows = [
+        f"| {cell(name)} | {'–' if share is None else f'{100 * share:.1f}'} |"
+        for name, share in shown.items()
+    ]
+    return "\n".join(["| class | accuracy |", "|---|---|", *rows])
 
 
 def is_federation(summary: Mapping[str, Any]) -> bool:

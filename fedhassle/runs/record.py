@@ -22,6 +22,7 @@ Metrics = dict[str, Any]
 """Plain data as in JSON: a line of metrics.jsonl (the rounds since the line before), or a summary."""
 
 TEST_FALLBACK = "test_stands_in"  # in a line of metrics: no site could evaluate, the coordinator did
+BY_CLASS = "class_accuracy"  # in a line of metrics and in a summary: the headline's accuracy on each class
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 
@@ -105,6 +106,11 @@ def without_arrays(reply: Reply) -> Reply:
     return reply._replace(update=reply.update._replace(arrays={}))
 
 
+def by_class(class_names: Sequence[str], found: Sequence[float | None]) -> Metrics:
+    """The entry of a line of metrics with the headline's accuracy on each class."""
+    return {BY_CLASS: dict(zip(class_names, found, strict=True))}
+
+
 def metrics_line(metrics: Metrics) -> str:
     """A line of metrics.jsonl."""
     return json.dumps(metrics, allow_nan=False) + "\n"
@@ -124,6 +130,19 @@ def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
         }
         for name, curve in curves.items()
     }
+
+
+def final_by_class(history: Sequence[Metrics]) -> dict[str, float | None]:
+    """The mean of the last ten accuracies on each class, None for a class without images."""
+    lines = [metrics[BY_CLASS] for metrics in history[-LAST:] if BY_CLASS in metrics]
+    names = dict.fromkeys(name for line in lines for name in line)
+    known = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
+    return {name: statistics.fmean(values) if values else None for name, values in known.items()}
+
+
+def without_classes(metrics: Metrics) -> Metrics:
+    """A line of metrics without the accuracy on each class, with which a summary would grow too large."""
+    return {key: value for key, value in metrics.items() if key != BY_CLASS}
 
 
 def evaluations_averaged(summary: Metrics) -> int:
@@ -161,6 +180,8 @@ class EvaluatedRound(BaseModel):
     round: int
     accuracy: dict[str, float]
     bytes_up: dict[str, float]
+    pseudo_label_accuracy: float | None = None  # not in every summary, like the next
+    pseudo_label_share: float | None = None
 
 
 class Summary(BaseModel):
@@ -176,6 +197,7 @@ class Summary(BaseModel):
     headline: str
     modes: dict[str, str] = {}  # not in old summaries
     accuracy: dict[str, Score]
+    class_accuracy: dict[str, float | None] = {}  # not in old summaries
     seconds: float
     history: list[EvaluatedRound] = Field(min_length=1)
 

@@ -27,7 +27,8 @@ NEEDS: dict[Tool, tuple[str, ...]] = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),  # the last two: for the database in the run's folder
 }
 NOT_TRACKED = ("round", "sites")  # the step itself, and figures of single sites
-LONGEST, MOST = 6000, 100  # MLflow's limits: characters of a parameter, parameters in one request
+LONGEST, MOST = 6000, 100  # MLflow's limits: characters of a parameter, parameters in one request …
+MOST_METRICS = 1000  # … and metrics
 
 # Defaults that a user can override: no telemetry, no chatter on the screen, and no long wait for a server
 # that is down.
@@ -233,7 +234,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._client.log_batch(self._run, [Metric(name, value, now, t) for name, value in values.items()])
+        metrics = [Metric(name, value, now, t) for name, value in values.items()]
+        for i in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run, metrics[i : i + MOST_METRICS])
 
     def _found(self) -> Any:
         """The run that the folder names; None if there is none, or this server does not know it."""

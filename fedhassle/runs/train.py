@@ -27,7 +27,18 @@ from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.curves import draw_curves
 from fedhassle.runs.folder import Folder, resume_command
-from fedhassle.runs.record import Evaluation, Metrics, Step, Tally, final_scores, metrics_line
+from fedhassle.runs.record import (
+    BY_CLASS,
+    Evaluation,
+    Metrics,
+    Step,
+    Tally,
+    by_class,
+    final_by_class,
+    final_scores,
+    metrics_line,
+    without_classes,
+)
 from fedhassle.runs.run import Run, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
@@ -59,7 +70,8 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays, t: int) -> Evaluation:
-        return Evaluation(accuracy(run.method, state, images, y, simulator.views, simulator.workers))
+        found = accuracy(run.method, state, images, y, simulator.views, simulator.workers)
+        return Evaluation(found.overall, by_class(run.dataset.class_names, found.by_class))
 
     with (
         locked(run.folder.path),
@@ -163,8 +175,9 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
         "headline": method.headline,
         "modes": dict(method.modes),
         "accuracy": scores,
+        BY_CLASS: final_by_class(last.history),
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
-        "history": last.history,
+        "history": [without_classes(metrics) for metrics in last.history],
     }
     write_arrays(folder.model, method.model(last.state), about | {"scores": scores})
     write_text(folder.card, model_card(summary, about))

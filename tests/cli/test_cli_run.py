@@ -19,6 +19,7 @@ from fedhassle import provenance
 from fedhassle.files import write_text
 from fedhassle.provenance import code
 from fedhassle.runs.folder import claim, stored_request
+from fedhassle.runs.record import without_classes
 from fedhassle.settings.request import request
 
 
@@ -99,6 +100,9 @@ def test_metrics_have_a_line_for_each_evaluated_round(finished):
         assert set(line["loss"]) == {"w_S", "w_U", "r_US", "r_SU"}
         assert all(value > 0 for value in line["loss"].values())
         assert 0 <= line["pseudo_label_accuracy"] <= 1 and line["pseudo_label_share"] == 1
+        assert list(line["class_accuracy"]) == ["0", "1", "2", "3"]  # of ten test images each
+        mean = sum(line["class_accuracy"].values()) / 4
+        assert mean == pytest.approx(line["accuracy"]["EM"]) and len({*line["class_accuracy"].values()}) > 1
         assert sum(line["clients"].values()) == 8  # 4 a round in 2 rounds
         assert line["seconds"] > 0
         for kind in ("full", "partial", "unlabelled"):
@@ -115,7 +119,10 @@ def test_the_last_round_is_always_evaluated(every, rounds, words, tmp_path):
 def test_a_summary_is_a_whole_result(finished, words):
     folder, _ = finished
     summary, lines = summary_of(folder), metrics_of(folder)
-    assert summary["history"] == lines
+    for name, share in summary["class_accuracy"].items():
+        assert share == pytest.approx(sum(line["class_accuracy"][name] for line in lines) / len(lines))
+    assert list(summary["class_accuracy"]) == ["0", "1", "2", "3"]
+    assert summary["history"] == [without_classes(line) for line in lines]
     assert (summary["method"], summary["data"], summary["seed"]) == ("hassle", "small.npz", 0)
     assert (summary["rounds"], summary["headline"]) == (4, "EM")
     assert summary["settings"] == tomllib.loads((folder / "config.toml").read_text("utf-8"))
@@ -184,7 +191,8 @@ def test_python_returns_the_same_as_the_command(finished, words, tmp_path, capsy
     settings["split.labels"] = {"full": 1, "partial": 2, "unlabelled": 3, "share": 0.3}
     result = fedhassle.run(settings=settings, out=tmp_path / "run", quiet=True)
     assert capsys.readouterr() == ("", "")
-    assert but_seconds(result.summary["history"]) == but_seconds(metrics_of(finished[0]))
+    expected = map(without_classes, metrics_of(finished[0]))
+    assert but_seconds(result.summary["history"]) == but_seconds(expected)
     assert result.accuracy["EM"]["last"] == metrics_of(finished[0])[-1]["accuracy"]["EM"]
     assert result.model.predict(np.zeros((1, 12, 12), np.uint8)).probabilities.shape == (1, 4)
 

@@ -73,6 +73,7 @@ def check_one_step(name, build, engine):
             assert relative(captured.arrays[trained], expected) < SAME
             assert relative(captured.losses[trained], eager.losses[trained]) < SAME
             assert not torch.equal(captured.arrays[trained], message[trained])  # it did train
+        assert torch.equal(captured.labelling, eager.labelling)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

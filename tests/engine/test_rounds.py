@@ -14,9 +14,9 @@ from fedhassle.engine.evaluate import accuracy
 from fedhassle.engine.rounds import Plan, Reply, federate, select
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Descent, Update
-from fedhassle.methods import FedAvg, FedMatch, Hassle, RSCFed
+from fedhassle.methods import Alone, FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
-from fedhassle.runs.record import Evaluation, Tally
+from fedhassle.runs.record import Evaluation, Tally, final_by_class, without_classes
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
@@ -305,7 +305,7 @@ def test_a_small_federation_learns(data):
     state = small.simulate(method, 6, per_round=6, data=data)[-1].state
     images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
     views = small.simulator(data).views
-    found = accuracy(method, state, images, y, views)["model"]
+    found = accuracy(method, state, images, y, views).overall["model"]
     z = method.net.logits(state["w"], views.normalise(images))
     assert found == np.mean(z.argmax(1).numpy() == data.y_test)
     assert found > 0.6
@@ -325,8 +325,42 @@ def test_accuracy_is_the_share_over_all_batches(at_once, small_is, monkeypatch):
     truth[0] = (truth[0] + 1) % 4
     seen, predict = [], FedAvg.predict
     monkeypatch.setattr(FedAvg, "predict", lambda self, w, x: seen.append(len(x)) or predict(self, w, x))
-    assert accuracy(method, state, images, truth, views) == {"model": 35 / 40}
-    assert seen == [16, 16, 8]
+    found = accuracy(method, state, images, truth, views)
+    assert found.overall == {"model": 35 / 40} and seen == [16, 16, 8]
+    sizes = truth.bincount(minlength=4).tolist()
+    right = sum(share * n for share, n in zip(found.by_class, sizes, strict=True) if n)
+    assert right == pytest.approx(35)
+
+
+def test_the_accuracy_on_each_class_is_that_of_the_headline(monkeypatch):
+    """In passes of 16 images. `local` reports the mean over its clients' models, on each class as overall."""
+    monkeypatch.setitem(IMAGES_A_PASS, "cpu", 16)
+    data = small.dataset()
+    images, views = torch.from_numpy(data.x_test), small.simulator(data).views
+    y = torch.from_numpy(data.y_test % 3)  # none of the last class
+    method = Hassle(small.net(small.Linear))
+    z = method.predict(method.initial(0), views.normalise(images))["EM"].argmax(1)
+    expected = [np.mean(z[y == k].numpy() == k) for k in range(3)]
+    found = accuracy(method, method.initial(0), images, y, views)
+    assert found.by_class == [*expected, None] and len(set(expected)) > 1
+    assert found.overall.keys() == {"SM", "UM", "EM", "w_S", "w_U"}
+    alone, net = Alone(small.net(small.Linear)), small.net(small.Linear)
+    vectors = [net.initial(seed) for seed in (1, 2)]
+    state = {"w": net.initial(0), "w of a": vectors[0], "w of b": vectors[1]}
+    each = [net.logits(w, views.normalise(images)).argmax(1) for w in vectors]
+    means = [np.mean([np.mean(z[y == k].numpy() == k) for z in each]) for k in range(3)]
+    found = accuracy(alone, state, images, y, views)
+    assert found.by_class[:3] == pytest.approx(means) and found.by_class[3] is None
+
+
+def test_final_accuracies_by_class_are_means_of_the_last_ten_evaluations():
+    """Lines of older versions, as in a run that was begun with one, do not count."""
+    assert final_by_class([{"round": 1}]) == {}
+    early = {"class_accuracy": {"cat": 0.0, "dog": None}}
+    lines = [{"class_accuracy": {"cat": k / 10, "dog": None}} for k in range(1, 9)]
+    history = [*[early] * 5, {"round": 6}, *lines, {"round": 15}]
+    assert final_by_class(history) == {"cat": pytest.approx(0.45), "dog": None}
+    assert without_classes({"round": 3, **early}) == {"round": 3}
 
 
 def test_accuracy_is_measured_in_float32_whatever_training_is_in(monkeypatch):

@@ -11,6 +11,7 @@ from small import metrics_of, same, summary_of, tensors_of
 
 import fedhassle
 from fedhassle.data.split.split import Split
+from fedhassle.engine.evaluate import Accuracy
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Payload
 from fedhassle.federation.server import coordinate as coordinating
@@ -54,6 +55,8 @@ def test_a_run_leaves_the_folder_of_a_simulated_one_and_an_audit_log(agreed, tmp
         total = sum(s["count"] for s in sites)
         together = sum(s["accuracy"]["model"] * s["count"] for s in sites) / total
         assert line["accuracy"]["model"] == pytest.approx(together) and len(line["sites"]) == 3
+        assert "class_accuracy" not in line and line["pseudo_label_accuracy"] is None
+        assert line["pseudo_label_share"] == 1  # a teacher guesses each label
     told = [event["event"] for event in events_of(tmp_path / "run")]
     assert told == [
         *("created", "joined", "joined", "joined", "begun"),
@@ -155,7 +158,7 @@ def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monk
     """Validation finds 0.6, nothing, 0.7 and 0.8; the test images, at 0.95, stand in for the missing one."""
     agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     transport, data = network(tmp_path / "sites", agreed), small.dataset()
-    monkeypatch.setattr(coordinating, "accuracy", lambda *words: {"model": 0.95})
+    monkeypatch.setattr(coordinating, "accuracy", lambda *words: Accuracy({"model": 0.95}, [0.95] * 4))
     for name in transport.sites:
         answers = iter([hits(6), "busy", hits(7), hits(8)])
         transport.behaviour[name, "evaluate"] = lambda answer, payload, answers=answers: next(answers)
@@ -254,6 +257,10 @@ def test_images_at_the_server_are_a_test_set_besides_validation(agreed, tmp_path
     line, model = metrics_of(tmp_path / "run")[-1], tmp_path / "run" / "model.safetensors"
     said = fedhassle.load(model, allow_import=True).predict(data.x_test).classes
     assert line["test"]["model"] == pytest.approx((said == data.y_test).mean())
+    by_class = [(said[data.y_test == k] == k).mean() for k in range(4)]
+    assert list(line["class_accuracy"].items()) == list(
+        zip("abcd", map(pytest.approx, by_class), strict=True)
+    )
     mean = np.mean([line["test"]["model"] for line in metrics_of(tmp_path / "run")])
     row = [f"{100 * mean:.2f}", f"{100 * line['test']['model']:.2f}"]
     assert f"| **model** | {row[0]} | {row[1]} |" in (tmp_path / "run" / "model.md").read_text("utf-8")

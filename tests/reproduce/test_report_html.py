@@ -206,6 +206,56 @@ def test_the_accuracy_and_bytes_by_kind_of_client(text):
     assert row(text, "communication", "HASSLE") == ["70.00 seed 0", *["1.000", "2.000", "3.000"] * 2]
 
 
+DIAGNOSTICS = "Pseudo-labels, and accuracy by class"
+
+
+def diagnosed(cell, scores, right, share, **classes):
+    """A summary whose two lines of history have these shares of pseudo-labels."""
+    one = ledgers.summary(cell, scores, class_accuracy=classes)
+    for line, *labels in zip(one["history"], right, share, strict=True):
+        line |= dict(zip(("pseudo_label_accuracy", "pseudo_label_share"), labels, strict=True))
+    return one
+
+
+def test_pseudo_labels_and_classes_are_shown_over_seeds(tmp_path):
+    """Means over two evaluations, then over two seeds; a class without images has none."""
+    cells = by_key("table1")
+    hassle, fedavg = "cifar10-10%-hassle", "cifar10-10%-fedavg"
+    other = diagnosed(cells["fmnist-10%-fedavg-0"], {"model": 0.4}, (None, None), (None, None), boot=0.5)
+    ledgers.put(
+        tmp_path,
+        diagnosed(cells[f"{hassle}-0"], ledgers.hassle(0.7), (0.4, 0.6), (0.1, 0.3), cat=0.2, dog=None),
+        diagnosed(cells[f"{hassle}-1"], ledgers.hassle(0.7), (None, 0.7), (0.0, 0.4), cat=0.4, dog=None),
+        diagnosed(cells[f"{fedavg}-0"], {"model": 0.6}, (None, None), (None, None), cat=0.125, dog=None),
+        other,
+    )
+    text = page(made(tmp_path, "table1"))
+    ElementTree.fromstring(text)
+    assert text.count(DIAGNOSTICS) == 1
+    rows = [[" ".join(cell.split()) for cell in row] for row in Cells(text).rows["table1"]]
+    of_cifar, of_fmnist = (
+        rows.index(["cell", "labels right", "samples labelled", k]) for k in ("cat", "boot")
+    )
+    assert {tuple(row) for row in rows[of_cifar + 1 : of_cifar + 3]} == {
+        (hassle, "60.0 ± 14.1", "20.0 ± 0.0", "30.0 ± 14.1"),
+        (fedavg, "—", "—", "12.5"),
+    }
+    assert rows[of_fmnist + 1] == ["fmnist-10%-fedavg", "—", "—", "50.0"]
+
+
+def test_results_of_older_versions_have_no_diagnostics(text):
+    assert "60.00" in text and DIAGNOSTICS not in text
+
+
+def test_many_classes_are_left_to_the_files(tmp_path):
+    cell = by_key("table1")["cifar10-10%-hassle-0"]
+    classes = {f"class {k}": 0.5 for k in range(30)}
+    ledgers.put(tmp_path, diagnosed(cell, ledgers.hassle(0.7), (0.5, 0.5), (1.0, 1.0), **classes))
+    text = page(made(tmp_path, "table1"))
+    assert "The 30 classes are too many" in text and "class 7" not in text
+    assert row(text, "table1", "cifar10-10%-hassle")[:2] == ["50.0", "100.0"]
+
+
 def test_skipped_files_are_named(text):
     assert "broken.json" in text and "&lt;img src=x&gt;.json" in text
 

@@ -62,6 +62,33 @@ def test_the_card_has_the_accuracies(made):
     assert rows == expected and "| **EM** |" in model_card(summary, about)
 
 
+def test_the_card_has_the_accuracy_on_each_class(made):
+    summary, about = made
+    found = {"cat": 0.5, "d|g": 0.125, "no image": None}
+    card = model_card({**summary, "class_accuracy": found}, about)
+    table = "| class | accuracy |\n|---|---|\n| cat | 50.0 |\n| d\\|g | 12.5 |\n| no image | – |\n"
+    assert f"By class, with EM, mean of the same evaluations:\n\n{table}\n## Intended" in card
+    assert all(
+        f"\n| {k} | {100 * share:.1f} |" in model_card(*made)
+        for k, share in made[0]["class_accuracy"].items()
+    )
+    federated = model_card({**summary, **took_part(north=4)}, about)
+    assert "\nBy class on the coordinator's test images, with EM, mean of" in federated
+    old = {key: value for key, value in summary.items() if key != "class_accuracy"}
+    assert "By class" not in model_card(old, about) and "By class" not in model_card(
+        {**old, "class_accuracy": {}}, about
+    )
+
+
+def test_of_many_classes_the_card_has_the_lowest(made):
+    summary, about = made
+    found = {f"class {k}": (k * 7 % 40) / 40 for k in range(40)}
+    card = model_card({**summary, "class_accuracy": found}, about)
+    assert "(the 30 lowest of 40):" in card
+    rows = re.findall(r"^\| (class \d+) \| ([\d.]+) \|$", card, re.MULTILINE)
+    assert [name for name, _ in rows] == [name for name, share in found.items() if share < 0.75]
+
+
 def test_the_card_names_the_test_images(made):
     summary, about = made
     assert "the test images of small.npz" in model_card(summary, about)
@@ -107,7 +134,7 @@ def test_the_card_has_the_accuracies_on_test_images_beside_validation(made):
     """Means of the last ten evaluations with a test; only if the last evaluation has one."""
     summary, about = made
     lines = [{**summary["history"][-1], "test": {"EM": k / 20, "SM": 0.5}} for k in range(12)]
-    federation = {**summary, **took_part(north=4)}
+    federation = {**summary, **took_part(north=4), "class_accuracy": {}}
     card = model_card({**federation, "history": summary["history"] + lines}, about)
     _, beside = card.split("On the coordinator's test images:\n\n")
     assert beside.startswith("| prediction | last 10 evaluations | last round |\n|---|---|---|\n")

@@ -103,6 +103,7 @@ def expected(folder):
     for line in lines:
         found = {f"accuracy/{name}": value for name, value in line["accuracy"].items()}
         found |= {f"loss/{name}": value for name, value in line["loss"].items()}
+        found |= {f"class_accuracy/{name}": value for name, value in line.get("class_accuracy", {}).items()}
         for key in ("bytes_down", "bytes_up", "clients"):
             found |= {f"{key}/{kind}": line[key][kind] for kind in ("full", "partial", "unlabelled")}
         found |= {key: line[key] for key in ("pseudo_label_accuracy", "pseudo_label_share", "seconds")}
@@ -437,3 +438,29 @@ def test_mlflow_telemetry_is_off_unless_a_user_wants_it(tmp_path, server, monkey
     tracker.end(None)
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+
+
+# Many classes, and lines of older versions
+
+
+def test_mlflow_takes_any_number_of_classes(tmp_path, monkeypatch):
+    """MLflow accepts at most 1,000 metrics in one request."""
+    requests = []
+
+    class Client:
+        def log_batch(self, run, metrics):
+            requests.append([(metric.key, metric.value, metric.step) for metric in metrics])
+
+    tracker = trackers.MLflow(Folder(tmp_path))
+    tracker._client, tracker._run = Client(), "x"
+    classes = {str(k): k / 3000 for k in range(2500)}
+    tracker.evaluated({"round": 7, "accuracy": {"model": 0.5}, "class_accuracy": classes})
+    assert [len(request) for request in requests] == [1000, 1000, 501]
+    logged = {name: value for request in requests for name, value, _ in request}
+    assert logged == {"accuracy/model": 0.5, **{f"class_accuracy/{k}": v for k, v in classes.items()}}
+    assert {step for request in requests for *_, step in request} == {7}
+
+
+def test_lines_of_older_versions_are_tracked_without_the_new_figures():
+    line = {"round": 3, "accuracy": {"model": 0.5}, "pseudo_label_accuracy": None, "seconds": 1.5}
+    assert trackers.figures_of_round(line) == {"accuracy/model": 0.5, "seconds": 1.5}

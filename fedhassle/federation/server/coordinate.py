@@ -20,7 +20,7 @@ from fedhassle.data.site.folder import read_site
 from fedhassle.data.split.split import Split
 from fedhassle.data.views import make_views
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.evaluate import Accuracy, accuracy
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash
@@ -34,7 +34,7 @@ from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.files import locked, write_text
 from fedhassle.runs.about import about_model
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.record import TEST_FALLBACK, Evaluation, Step
+from fedhassle.runs.record import TEST_FALLBACK, Evaluation, Step, by_class
 from fedhassle.runs.run import Run
 from fedhassle.runs.trackers import require_installed
 from fedhassle.runs.train import log_to_file, train_in_federation
@@ -181,7 +181,7 @@ class Evaluator:
         self.best = best_so_far(run.folder)
 
     def __call__(self, state: Arrays, t: int) -> Evaluation | None:
-        """Accuracy on the sites' validation images and, if the server has test images, on these too.
+        """Accuracy on the sites' validation images and, if the server has test images, on these and by class.
 
         If no site can evaluate, the test images stand in, and the metrics say so. They never choose the best
         round, or they would no longer be a test.
@@ -192,8 +192,9 @@ class Evaluator:
         if self.test is None:
             return found
         tested = self._tested(state)
-        found = Evaluation(tested, {TEST_FALLBACK: True}) if found is None else found
-        return Evaluation(found.accuracy, {**found.more, "test": tested})
+        found = Evaluation(tested.overall, {TEST_FALLBACK: True}) if found is None else found
+        classes = by_class(self.run.dataset.class_names, tested.by_class)
+        return Evaluation(found.accuracy, {**found.more, "test": tested.overall, **classes})
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
         """Writes the model if its validation accuracy is the best so far."""
@@ -204,7 +205,7 @@ class Evaluator:
             words = about_model(run, sites) | {"round": t, "validation": validation}
             write_arrays(run.folder.best, run.method.model(state), words)
 
-    def _tested(self, state: Arrays) -> dict[str, float]:
+    def _tested(self, state: Arrays) -> Accuracy:
         assert self.test is not None
         data = self.run.dataset
         views = make_views(data.mean, data.std, False, 0, torch.device("cpu"))

@@ -196,8 +196,9 @@ class SiteNode:
         log.info(
             "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
         )
-        count = self._reported(len(rows))
-        return Payload({"right": {k: round(n * count / len(rows)) for k, n in found.items()}, "count": count})
+        # Not by class: that would tell how many images of each class the site holds.
+        count, right = self._reported(len(rows)), {name: sum(hit) for name, hit in found.items()}
+        return Payload({"right": {k: round(n * count / len(rows)) for k, n in right.items()}, "count": count})
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
         """The run that a message belongs to."""

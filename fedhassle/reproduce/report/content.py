@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from fedhassle.provenance import machine
@@ -21,8 +22,8 @@ from fedhassle.reproduce.results import (
     paper_of,
     summaries,
 )
-from fedhassle.runs.record import Metrics
-from fedhassle.runs.seeds import Curve, curve_of
+from fedhassle.runs.record import BY_CLASS, LAST, Metrics
+from fedhassle.runs.seeds import Curve, Spread, curve_of, spread
 from fedhassle.settings.request import Request
 
 DONE, PARTIAL, OTHER, MISSING = "done", "partial", "other rounds", "missing"
@@ -40,6 +41,14 @@ class RunProvenance(NamedTuple):
     file: str  # in the ledger
 
 
+class Diagnostics(NamedTuple):
+    """Figures that help to explain an accuracy: means of the last evaluations, over seeds that have them."""
+
+    labels_right: Spread | None  # the share of pseudo-labels that are right
+    samples_labelled: Spread | None  # the share of unlabelled samples that got one
+    by_class: Mapping[str, Spread]  # the accuracy of the headline on each class
+
+
 @dataclass(frozen=True)
 class CellResult:
     """The results of cells that differ in their seed alone."""
@@ -52,6 +61,7 @@ class CellResult:
     requested: Request  # the settings of its first seed
     curves: Mapping[str, Curve]  # by metric
     early: Mapping[str, Mapping[int, float]]  # by metric, then by seed: the mean of the first evaluations
+    diagnostics: Diagnostics
     runs: tuple[RunProvenance, ...]
     rounds: int  # of the runs
     wanted: int  # the rounds that the experiment asks for
@@ -188,10 +198,35 @@ def result(
         requested=seeds[0].requested,
         curves={metric: curve_of([dict(curve(run, metric)) for run in found]) for metric in metrics},
         early={metric: by_seed(found, metric, early) for metric in metrics},
+        diagnostics=diagnostics(found),
         runs=tuple(provenance(cell_of[run["seed"]], ledger, run) for run in found),
         rounds=shown[0].identity.rounds,
         wanted=seeds[0].identity.rounds,
     )
+
+
+def diagnostics(found: Sequence[Metrics]) -> Diagnostics:
+    """The diagnostics of runs that differ in their seed alone; summaries of older versions lack some."""
+    known = [summary.get(BY_CLASS, {}) for summary in found]
+    names = dict.fromkeys(name for classes in known for name in classes)
+    by_class = {name: spread_of([classes.get(name) for classes in known]) for name in names}
+    return Diagnostics(
+        spread_of([final_share(summary, "pseudo_label_accuracy") for summary in found]),
+        spread_of([final_share(summary, "pseudo_label_share") for summary in found]),
+        {name: made for name, made in by_class.items() if made is not None},
+    )
+
+
+def final_share(summary: Metrics, key: str) -> float | None:
+    """The mean of an entry in the last lines of the history; None if they lack it."""
+    values = [line[key] for line in summary["history"][-LAST:] if line.get(key) is not None]
+    return fmean(values) if values else None
+
+
+def spread_of(values: Sequence[float | None]) -> Spread | None:
+    """Mean and standard deviation of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return spread(known) if known else None
 
 
 def with_other_rounds(seeds: Sequence[Cell], ledger: Ledger) -> list[Cell] | None:

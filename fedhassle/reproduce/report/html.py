@@ -24,7 +24,7 @@ from fedhassle.reproduce.report.findings import (
     Comparison,
     findings,
 )
-from fedhassle.reproduce.report.layout import ResultTable, result_table
+from fedhassle.reproduce.report.layout import ResultTable, diagnostics_tables, result_table
 from fedhassle.reproduce.report.markup import writable
 from fedhassle.reproduce.report.plots import (
     Drawing,
@@ -34,8 +34,9 @@ from fedhassle.reproduce.report.plots import (
     shared_split,
     splits,
 )
+from fedhassle.reproduce.results import PERCENT
 from fedhassle.reproduce.tables import changed_settings
-from fedhassle.runs.seeds import spread
+from fedhassle.runs.seeds import Spread, spread
 from fedhassle.settings.build import Holdings
 from fedhassle.version import package_version
 
@@ -94,6 +95,7 @@ def template() -> Template:
         **{"wording": wording, "changed_settings": changed_settings, "result_table": result_table},
         **{"drawings": drawings, "accuracy_by_round": accuracy_by_round, "heading_rows": heading_rows},
         **{"direction": direction, "side_text": side_text, "minutes": minutes},
+        **{"diagnostics_tables": diagnostics_tables, "share_text": share_text},
     }
     return environment.get_template("page.html.j2")
 
@@ -139,6 +141,11 @@ def direction(points: float, decimals: int) -> str:
 def side_text(side: ComparedSide, comparison: Comparison) -> str:
     """One value of a comparison over the common seeds."""
     return comparison.unit.spread_text(spread([side.values[seed] for seed in comparison.seeds]))
+
+
+def share_text(share: Spread | None) -> str:
+    """A share in per cent, to one decimal."""
+    return wording.MISSING_MARK if share is None else PERCENT._replace(decimals=1).spread_text(share)
 
 
 def minutes(result: CellResult) -> str:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
+from fedhassle.data.split.dots import MOST_NAMES
 from fedhassle.reproduce.experiment import Choice
 from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.report.content import CellResult, Section
 from fedhassle.reproduce.results import Measurement, is_accuracy, seeds_in_common
 from fedhassle.reproduce.tables import metric_label
+from fedhassle.runs.seeds import Spread
 from fedhassle.settings.request import flat, layer
 
 Combination = tuple[Choice, ...]
@@ -102,6 +104,35 @@ def ranked(lines: Sequence[TableRow]) -> tuple[TableRow, ...]:
 def divides(choice: Choice) -> bool:
     """True if a choice sets the data or the split."""
     return any(key.startswith(("data.", "split.")) for key, _ in flat(layer(choice.changes)))
+
+
+class DiagnosticsTable(NamedTuple):
+    """Diagnostics of results with the same classes: headings, and a row of values for each result."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Spread | None, ...]], ...]  # with the name of the result's cells
+    too_many: int  # classes that are left out, since a table has no room for so many
+
+
+def diagnostics_tables(section: Section) -> list[DiagnosticsTable]:
+    """The diagnostics of a section's results, a table for each set of classes; none if nothing is known."""
+    together: dict[tuple[str, ...], list[CellResult]] = {}
+    for one in section.results:
+        if any(one.diagnostics):
+            together.setdefault(tuple(one.diagnostics.by_class), []).append(one)
+    return [diagnostics_table(classes, its) for classes, its in together.items()]
+
+
+def diagnostics_table(classes: tuple[str, ...], results: Sequence[CellResult]) -> DiagnosticsTable:
+    """A table of diagnostics: columns for pseudo-labels, and one for each class if there are not too many."""
+    shown = classes if len(classes) <= MOST_NAMES else ()
+    rows = []
+    for one in results:
+        found = one.diagnostics
+        values = (found.labels_right, found.samples_labelled, *(found.by_class[name] for name in shown))
+        rows.append((one.name, values))
+    headings = ("labels right", "samples labelled", *shown)
+    return DiagnosticsTable(headings, tuple(rows), len(classes) - len(shown))
 
 
 def picked(result: CellResult, axes: Sequence[int]) -> Combination:
