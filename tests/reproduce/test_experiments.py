@@ -134,6 +134,13 @@ OTHERWISE = {  # but for these, by experiment and choice
     ("beyond", "average"): {"method.average": 0.9},
     ("beyond", "both"): THREE,
     **{(ours, "all"): THREE for ours in OURS},
+    ("hassle-plus", "whole"): {},
+    ("hassle-plus", "no-prior"): {"method.prior": "none"},
+    ("hassle-plus", "weak"): {"method.labelled_view": "weak"},
+    ("hassle-plus", "no-means"): {"method.average": 0.0},
+    ("hassle-plus", "no-mix"): {"method.own_mix": False},
+    ("hassle-plus", "no-threshold"): {"method.confidence": 0.0},
+    ("hassle-plus", "batch-128"): {"method.batch": 128},
 }
 
 
