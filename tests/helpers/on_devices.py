@@ -20,9 +20,10 @@ STRONG = {
     "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts at distance 0
     "mixmatch": {"weight": 75.0},
     "fixmatch": {"confidence": 0.1},
-    "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0},
+    "fedmatch": {"confidence": 0.1, "consistency_weight": 10.0},
     "rscfed": {"consistency_weight": 10.0},
     "hassle": {"gamma": 0.1},
+    "hassle+": {"confidence": 0.1},
     "fixmatch-global": {"confidence": 0.1},
     "sage": {"confidence": 0.1},
 }
