@@ -64,7 +64,8 @@ class Averaged(Method):
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """The method as its run has it."""
-        return replace(self, method=self.inner.for_run(rounds, clients, drawn))
+        known = super().for_run(rounds, clients, drawn)
+        return replace(known, method=self.inner.for_run(rounds, clients, drawn))
 
     def networks(self) -> dict[str, Net]:
         """The method's networks, and the means that are sent."""

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fedhassle.data.split.layout import Kind, kind_of
 from fedhassle.data.views import UNIFORMS
-from fedhassle.errors import require
+from fedhassle.errors import UserError, require
 from fedhassle.losses import calibrated, cross_entropy, hard_labels
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, mean
 
 Part = Literal["labelled", "unlabelled"]
 
+STEPS = (0.5, 0.75)  # shares of the rounds after each of which schedule=step divides the rate by ten
 MEAN_OF = "mean of "  # before the name of a model: its running mean over rounds
 
 
@@ -252,6 +253,8 @@ class Method:
     epochs: int = 10  # local epochs a round (ruling 7)
     lr: float = 0.1  # η, Sec. 5.1
     momentum: float = 0.9  # Sec. 5.1
+    schedule: Literal["cosine", "step"] | None = None  # of the learning rate over rounds; None: constant
+    horizon: int | None = None  # rounds over which the rate falls; None: the run's
     clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
     average: float | None = None  # decay of a running mean over rounds of each model that predicts
     teacher: Literal["average"] | None = None  # who gives pseudo-labels; None: the models received
@@ -270,6 +273,10 @@ class Method:
         require(1 <= self.epochs <= 1000, f"epochs must be from 1 to 1,000, got {self.epochs}")
         require(0 < self.lr < math.inf, f"lr must be positive, got {self.lr}")
         require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
+        require(self.horizon is None or self.horizon >= 1, f"horizon must be at least 1, got {self.horizon}")
+        require(
+            self.horizon is None or self.schedule is not None, "horizon needs a schedule: schedule=cosine"
+        )
         require(
             self.clip is None or 0 <= self.clip < math.inf,
             f"clip must be at least 0 (0 = off), got {self.clip}",
@@ -286,9 +293,10 @@ class Method:
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """The method as its run has it: of so many rounds, in each of which so many clients are drawn.
 
-        There are no clients where nobody knows all of them beforehand, as in a federation.
+        There are no clients where nobody knows all of them beforehand, as in a federation. A method that
+        overrides it starts from what this one returns.
         """
-        return self
+        return replace(self, horizon=rounds) if self.schedule and self.horizon is None else self
 
     def networks(self) -> dict[str, Net]:
         """Every name that is a network, wherever it occurs."""
@@ -346,6 +354,19 @@ class Method:
     def calibrated(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns the logits that a cross-entropy on labels y is taken of: with `prior`, calibrated ones."""
         return calibrated(z, y) if self.prior == "batch" else z
+
+    def rate(self, t: int) -> float | None:
+        """Returns the share of the learning rate that round t has; None if all rounds have all of it."""
+        if self.schedule is None:
+            return None
+        if self.horizon is None:
+            raise UserError(
+                "schedule needs the rounds of the run, which for_run did not pass on: set horizon"
+            )
+        gone = min((t - 1) / self.horizon, 1.0)  # share of the rounds before this one
+        if self.schedule == "cosine":
+            return (1 + math.cos(math.pi * gone)) / 2
+        return 0.1 ** sum(gone >= share for share in STEPS)
 
     def sgd(self, decay: float = 0.0) -> SGD:
         """The optimiser of this method's descents."""

@@ -68,6 +68,7 @@ class Job(NamedTuple):
     message: Arrays
     labels: Mapping[Stream, Tensor]  # pseudo-labels given once per round
     key: tuple[int | str, ...]  # of its random draws
+    rate: float | None = None  # share of the learning rate; None: it never changes
 
     @property
     def steps(self) -> int:
@@ -132,7 +133,8 @@ class Buffers(NamedTuple):
     momentum: Arrays
     losses: Arrays
     labelling: Tensor  # (3,): labels of the steps right, given and asked for
-    received: Arrays  # only read, like `images`
+    rate: tuple[Tensor, ...]  # only read, like all below: the share of the learning rate, if it changes
+    received: Arrays
     images: Tensor
 
 
@@ -174,7 +176,8 @@ def visit(method: Method, site: Site, message: Arrays, memory: Arrays | None, t:
         check_phase(phase, client, {*message, *kept})
     labels = give_labels(phases, site, as_models(message, networks))
     keys = [(seed, t, client.name, phase.name) for phase in phases]
-    jobs = [Job(p, site, networks, message, labels, key) for p, key in zip(phases, keys, strict=True)]
+    rate = method.rate(t)
+    jobs = [Job(p, site, networks, message, labels, key, rate) for p, key in zip(phases, keys, strict=True)]
     counted = count_given(labels, site.samples)
     return Visit(tuple(jobs), kept, Update(client, {}, samples_by_name(phases, client), {}, counted))
 
@@ -262,6 +265,7 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
         momentum={k: torch.zeros_like(parts[k][0]) for k in phase.trained},
         losses={k: torch.zeros(1, device=device) for k in phase.trained},
         labelling=torch.zeros(3, device=device),
+        rate=() if job.rate is None else (torch.full((), job.rate, device=device),),
         received=job.message,
         images=job.site.samples.images,
     )
@@ -365,7 +369,8 @@ def step(
             buffers.labelling.add_(count_labels(loss.y, truth_of(loss.y, job.phase, truths)))
             loss = loss.loss
         (gradient,) = torch.autograd.grad(loss, leaf)
-        descend(buffers.weights[descent.train], buffers.momentum[descent.train], gradient, descent.sgd)
+        weights, momentum = buffers.weights[descent.train], buffers.momentum[descent.train]
+        descend(weights, momentum, gradient, descent.sgd, *buffers.rate)
         buffers.losses[descent.train].add_(loss.detach())
     if job.phase.then is not None:
         with torch.no_grad():
@@ -398,14 +403,16 @@ def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> d
 
 
 @torch.no_grad()
-def descend(weights: Tensor, momentum: Tensor, gradient: Tensor, sgd: SGD) -> None:
-    """One step of SGD, in place, since buffers must keep their addresses."""
+def descend(
+    weights: Tensor, momentum: Tensor, gradient: Tensor, sgd: SGD, rate: Tensor | None = None
+) -> None:
+    """One step of SGD, in place, since buffers must keep their addresses; `rate` is a share of its lr."""
     if sgd.clip:
         gradient = gradient * (sgd.clip / (gradient.norm() + 1e-6)).clamp(max=1.0)
     if sgd.decay:
         gradient = gradient.add(weights, alpha=sgd.decay)
     momentum.mul_(sgd.momentum).add_(gradient)
-    weights.sub_(momentum, alpha=sgd.lr)
+    weights.sub_(momentum if rate is None else momentum * rate, alpha=sgd.lr)
 
 
 def store(new: Mapping[str, Model | Tensor], buffers: Buffers) -> None:

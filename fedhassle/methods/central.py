@@ -28,9 +28,10 @@ class Central(FedAvg):
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With the steps that the clients would make, unless others are asked for."""
+        known = super().for_run(rounds, clients, drawn)
         if self.steps or not clients:
-            return self
-        return replace(self, steps=mean_steps(self.federated(), clients, drawn))
+            return known
+        return replace(known, steps=mean_steps(self.federated(), clients, drawn))
 
     def federated(self) -> Method:
         """Returns the method whose clients' steps it makes."""

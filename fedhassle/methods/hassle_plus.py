@@ -72,7 +72,8 @@ class HasslePlus(Method):
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With the run's own start, unless another is asked for."""
-        return self if self.start is not None else replace(self, start=round(LABELS_ALONE * rounds))
+        known = super().for_run(rounds, clients, drawn)
+        return known if self.start is not None else replace(known, start=round(LABELS_ALONE * rounds))
 
     def networks(self) -> dict[str, Net]:
         """Both models and their means."""

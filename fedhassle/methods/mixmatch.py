@@ -38,7 +38,8 @@ class MixMatch(FedAvg):
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With λ_u that grows to the run's last round, unless it is to stop earlier."""
-        return self if self.rounds else replace(self, rounds=rounds)
+        known = super().for_run(rounds, clients, drawn)
+        return known if self.rounds else replace(known, rounds=rounds)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """As FixMatch's, but two weak views of each unlabelled sample: K = 2 guesses; each step is mixed."""

@@ -1,4 +1,4 @@
-"""The settings that every method has: a class prior, strong views of labels, means over rounds."""
+"""The settings that every method has: a class prior, views of labels, means over rounds, a falling rate."""
 
 from dataclasses import dataclass
 
@@ -146,6 +146,75 @@ def test_lanes_train_as_one_client_after_the_other_does(name):
     teacher = {"teacher": "average"} if METHODS[name].teachers else {}
     method = Averaged.of(made(name, **settings, **teacher))
     assert_lanes_train_as_eagerly(pool(), method, clients()[:3], rounds=4)
+
+
+# The learning rate over rounds
+
+
+def test_a_cosine_falls_from_all_of_the_rate_to_none():
+    method = made("fedavg", schedule="cosine").for_run(8)
+    expected = [(1 + np.cos(np.pi * t / 8)) / 2 for t in range(8)]
+    np.testing.assert_allclose([method.rate(t) for t in range(1, 9)], expected, rtol=1e-12)
+    assert method.rate(1) == 1.0 and method.rate(9) == method.rate(20) == 0.0
+
+
+def test_steps_divide_the_rate_by_ten_after_half_and_three_quarters_of_the_rounds():
+    method = made("fedavg", schedule="step").for_run(8)
+    found = [method.rate(t) for t in range(1, 9)]
+    np.testing.assert_allclose(found, [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01], rtol=1e-12)
+
+
+@EVERY
+def test_every_method_knows_the_rounds_of_its_run(name):
+    assert made(name).rate(3) is None and made(name).for_run(8).rate(3) is None
+    for method in (made(name, schedule="cosine"), Averaged.of(made(name, schedule="cosine", average=0.5))):
+        assert method.for_run(8).rate(5) == 0.5
+        with pytest.raises(fedhassle.UserError, match="set horizon"):
+            method.rate(5)
+    assert made(name, schedule="cosine", horizon=4).for_run(8).rate(3) == 0.5
+
+
+@EVERY
+def test_a_round_at_half_the_rate_is_one_with_half_the_learning_rate(name):
+    """In the eighth of 14 rounds half of the rate is left, of FedMatch's and RSCFed's second rate too."""
+    here = small.site(labelled=range(20), unlabelled=range(40, 60))
+    scheduled = made(name, schedule="cosine", horizon=14)
+    assert scheduled.rate(8) == pytest.approx(0.5)
+    plain = made(name)
+    rates = {key: getattr(plain, key) / 2 for key in ("lr", "unlabelled_lr") if hasattr(plain, key)}
+    halved = made(name, **rates)
+    found, expected, whole = (small.trained(one, here, t=8).arrays for one in (scheduled, halved, plain))
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-6)
+    assert any(not torch.allclose(found[key], whole[key], rtol=1e-3, atol=1e-5) for key in whole)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedmatch", "hassle+"])
+def test_lanes_follow_the_rate_without_a_new_recording(name):
+    method = made(name, schedule="cosine", horizon=4)
+    recorded = pool()
+    assert_lanes_train_as_eagerly(recorded, method, clients()[:3], rounds=4)
+    constant = pool()
+    assert_lanes_train_as_eagerly(constant, made(name), clients()[:3], rounds=4)
+    assert len(recorded.seconds) == len(constant.seconds) > 0
+
+
+def test_a_federation_over_a_network_and_a_run_that_was_cut_follow_the_rate(eight_rounds, tmp_path):
+    method, there, _ = federation(tmp_path, "fedavg", schedule="cosine", horizon=4)
+    *_, last = federate(method, there, Plan(3, 4, 0), method.initial(0))
+    assert small.same(last.state, rounds_of(method, 3)[-1].state)
+    words = [*eight_rounds, "method.schedule=step"]
+    assert call("run", *words, "--out", tmp_path / "whole")[0] == 0
+    cut(words, tmp_path / "cut", 5)
+    assert call("resume", tmp_path / "cut")[0] == 0
+    assert_same_result(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_horizon_needs_a_schedule_and_a_round():
+    with pytest.raises(fedhassle.UserError, match="horizon needs a schedule"):
+        made("fedavg", horizon=5)
+    with pytest.raises(fedhassle.UserError, match="horizon must be at least 1, got 0"):
+        made("fedavg", horizon=0, schedule="step")
 
 
 # Means over rounds

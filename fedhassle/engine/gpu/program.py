@@ -85,6 +85,9 @@ class Program:
             sums.zero_()
         for name, vector in buffers.received.items():
             vector.copy_(job.message[name])
+        for rate in buffers.rate:
+            assert job.rate is not None  # jobs of one shape all have a rate, or none has
+            rate.fill_(job.rate)
 
     def load_schedule(self, schedule: Schedule) -> None:
         """Copies the schedule of the next steps into the buffers."""

@@ -71,7 +71,8 @@ def shape_of(job: Job, kept: Arrays) -> Hashable:
         tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
     )
     images = id(job.site.samples.images), id(job.site.views.scale)
-    return (phase.name, streams, descents, identity(phase.then), identity(phase.draw), sizes, images)
+    further = identity(phase.then), identity(phase.draw), job.rate is None
+    return (phase.name, streams, descents, further, sizes, images)
 
 
 def identity(value: Any) -> Hashable:
