@@ -35,6 +35,7 @@ CONFIGURED = {  # what reads settings outside settings/
     "federation/setup/admission.py",  # checks sites.toml
     "reproduce/paper.py",  # checks paper.toml
     "reproduce/experiment.py",  # checks experiments
+    "reproduce/contribution.py",  # checks summaries from other machines
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])

@@ -127,11 +127,11 @@ def shortened(lines: Sequence[str], most: int | None) -> list[str]:
 
 def data_list(data_dir: DataDir = None) -> None:
     """List the data sets, one line each, and whether they are downloaded."""
-    from fedhassle.data.catalogue import CATALOGUE, data_folder
+    from fedhassle.data.catalogue import CATALOGUE, data_folder, is_available
 
     folder = data_folder(data_dir)
     for entry in CATALOGUE.values():
-        downloaded = "here" if (folder / f"{entry.name}.npz").exists() else "to download"
+        downloaded = "here" if is_available(entry.name, folder) else "to download"
         here = downloaded if entry.sources else "shipped"
         counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
         say(console, f"{entry.name:12} {counts:38} {here:12} {entry.description}")

@@ -17,6 +17,7 @@ from fedhassle.cli import (
     federation_setup,
     models,
     reproduce,
+    results,
     split,
     train,
 )
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 data_app = typer.Typer(help="List the data sets, or check your own images.", no_args_is_help=True)
+results_app = typer.Typer(help="Check results from other machines, or add them.", no_args_is_help=True)
 federation_app = typer.Typer(help="Run a real federation across several machines.", no_args_is_help=True)
 
 for command in (
@@ -50,6 +52,9 @@ for command in (
 app.add_typer(data_app, name="data")
 data_app.command("list", cls=PlainCommand)(data.data_list)
 data_app.command("check", cls=PlainCommand)(data.check)
+app.add_typer(results_app, name="results")
+results_app.command(cls=PlainCommand)(results.add)
+results_app.command(cls=PlainCommand)(results.check)
 app.add_typer(federation_app, name="federation")
 for part in (
     *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),

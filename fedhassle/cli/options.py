@@ -23,6 +23,7 @@ DataDir = Annotated[
     typer.Option(help="Folder of the named data sets (default: $FEDHASSLE_DATA, or the cache folder)."),
 ]
 Labels = Annotated[Path | None, typer.Option(help="Label file (default: labels.csv beside the images).")]
+Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.cli.options import DataDir, Device, is_setting, options_as_settings
+from fedhassle.cli.options import DataDir, Device, Results, is_setting, options_as_settings
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 from fedhassle.terminal import say
@@ -37,7 +37,6 @@ Only = Annotated[
 Methods = Annotated[str | None, typer.Option(help="Only these methods: hassle,fedavg (default: all).")]
 Seeds = Annotated[int | None, typer.Option(help="Number of seeds (default: 3).")]
 Rounds = Annotated[int | None, typer.Option(help="Rounds (default: 200); other values are separate runs.")]
-Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 
 
 def reproduce(

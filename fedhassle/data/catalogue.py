@@ -175,6 +175,12 @@ def data_folder(folder: Path | None = None) -> Path:
         raise UserError(f"no data folder ({error}): choose one with $FEDHASSLE_DATA or --data-dir") from error
 
 
+def is_available(name: str, folder: Path | None = None) -> bool:
+    """True if loading a data set downloads nothing: it is shipped, downloaded, or a user's own file."""
+    entry = CATALOGUE.get(name)
+    return entry is None or not entry.sources or (data_folder(folder) / f"{name}.npz").exists()
+
+
 def _cache() -> Path:
     """Returns the platform's folder for caches."""
     if sys.platform == "win32":

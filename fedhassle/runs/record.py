@@ -210,19 +210,30 @@ class Summary(BaseModel):
         return self
 
 
+def summary_file(path: Path) -> Path:
+    """The file of a summary, by the folder of its run or by the file itself."""
+    return Folder(path).summary if path.is_dir() else path
+
+
 def read_summary(path: Path) -> Metrics:
     """The summary of a finished run, by its folder or by the file itself."""
-    file = Folder(path).summary if path.is_dir() else path
+    file = summary_file(path)
     try:
         summary: Metrics = json.loads(file.read_text("utf-8"))
-        Summary.model_validate(summary)
     except FileNotFoundError as error:
         hint = f": finish the run with {resume_command(Folder(path))}" if Folder(path).begun else ""
         raise UserError(f"{file} does not exist{hint}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not the summary of a run: {type(error).__name__}: {error}") from error
+    require_schema(Summary, summary, file)
+    return summary
+
+
+def require_schema(schema: type[BaseModel], summary: Metrics, file: Path) -> None:
+    """Refuses a summary that a schema does not allow; names its first wrong entry."""
+    try:
+        schema.model_validate(summary)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file} is not the summary of a run: {where}: {first['msg']}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not the summary of a run: {type(error).__name__}: {error}") from error
-    return summary
