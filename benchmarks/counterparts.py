@@ -14,6 +14,7 @@ from benchmarks.plain_losses import (
     Sum,
     Weights,
     agreement,
+    calibrated_sum,
     fixmatch,
     fixmatch_alone,
     following,
@@ -70,6 +71,12 @@ def hassle_residual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
     """A residual model of HASSLE, with the two duals frozen."""
     module, dual, other = build(method.residual_net), frozen(build(method.net)), frozen(build(method.net))
     return towards(phase, (module.parameters(), residual(module, dual, other, method.lam, method.tau)))
+
+
+def hassle_plus(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
+    """A model of hassle+, on labels, pseudo-labels or both."""
+    module = build(method.net)
+    return towards(phase, (module.parameters(), calibrated_sum(module)))
 
 
 def mixmatch_both(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
@@ -162,6 +169,7 @@ COUNTERPARTS: dict[str, dict[str, Make]] = {  # by method and phase
         "unlabelled": hassle_dual,
         "unlabelled residual": hassle_residual,
     },
+    "hassle+": dict.fromkeys(("labelled", "full", "partial", "unlabelled"), hassle_plus),
     "fixmatch-global": {
         "labelled": fedavg,
         "both": matching(fixmatch, received),

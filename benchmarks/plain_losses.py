@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.plain import Batch, Loss, flat
 from fedhassle.losses import (
+    calibrated,
     cross_entropy,
     cross_entropy_each,
     hard_labels,
@@ -33,6 +34,18 @@ def supervised(module: nn.Module) -> Loss:
 
     def loss(batch: Batch) -> Tensor:
         return cross_entropy(module(batch.views[0]), batch.y)
+
+    return loss
+
+
+def calibrated_sum(module: nn.Module) -> Loss:
+    """The sum of the batches' calibrated cross-entropies, in one forward pass."""
+
+    def loss(*batches: Batch) -> Tensor:
+        views = [batch.views[0] for batch in batches]
+        logits = module(torch.cat(views)).split([len(x) for x in views])
+        pairs = zip(logits, batches, strict=True)
+        return torch.stack([cross_entropy(calibrated(z, batch.y), batch.y) for z, batch in pairs]).sum()
 
     return loss
 

@@ -49,7 +49,6 @@ class HasslePlus(Method):
     own_mix: bool = True  # pseudo-labels know the class mix of their client
     start: int | None = None  # rounds on labels alone before w_U starts; None: 0.3 of the run's
     average: float = 0.9  # decay of the means; 0: no means
-    teacher: Literal["average"] = "average"
     prior: Literal["batch", "none"] | None = "batch"
     labelled_view: Literal["weak", "strong"] | None = "strong"
 
@@ -104,7 +103,7 @@ class HasslePlus(Method):
             yield self.phase("labelled", "w_S", (labelled,), self.epochs)
         if started:
             streams = tuple(stream for stream in (unlabelled, labelled) if client.count(stream.part))
-            yield self.phase("all", "w_U", streams, self.unlabelled_epochs)
+            yield self.phase(client.kind, "w_U", streams, self.unlabelled_epochs)
 
     def phase(self, name: str, model: str, streams: tuple[Stream, ...], epochs: int) -> Phase:
         """A walk that trains one model."""

@@ -113,6 +113,8 @@ STARTS = {  # the networks, in the order in which the counterpart builds them
     ("hassle", "unlabelled"): ("w_U", "w_S"),
     ("hassle", "labelled residual"): ("r_US", "w_S", "w_U"),
     ("hassle", "unlabelled residual"): ("r_SU", "w_U", "w_S"),
+    ("hassle+", "labelled"): ("w_S",),
+    **{("hassle+", kind): ("w_U",) for kind in ("full", "partial", "unlabelled")},
     ("fixmatch-global", "labelled"): ("w",),
     ("fixmatch-global", "both"): ("w", "w received"),
     ("fixmatch-global", "unlabelled"): ("w", "w received"),

@@ -200,8 +200,9 @@ def test_labels_of_fixmatch_global_are_counted_at_every_step(confidence):
     assert blind[0].isnan() and blind[1:].tolist() == [expected[1], 64]
 
 
-LABELLING = {"mixmatch", "fixmatch", "fedmatch", "rscfed", "hassle", "fixmatch-global", "sage"}
-IDLE = {"mixmatch", "fixmatch"}  # at unlabelled clients
+LABELLING = {"mixmatch", "fixmatch", "fedmatch", "rscfed", "fixmatch-global", "sage", "central-fixmatch"}
+ONCE = {"hassle", "hassle+"}  # a round
+IDLE = {"mixmatch", "fixmatch", "central-fixmatch"}  # at unlabelled clients
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -213,9 +214,9 @@ def test_every_method_that_labels_counts_a_label_for_each_sample_of_a_batch(name
     site = small.site(small.dataset(flip=True), *rows[kind])
     phases = method.phases(site.client, 1)
     right, given, asked = trained(method, site).labelling.tolist() if phases else (0, 0, 0)
-    labels = name in LABELLING and kind != "full" and not (kind == "unlabelled" and name in IDLE)
+    labels = name in LABELLING | ONCE and kind != "full" and not (kind == "unlabelled" and name in IDLE)
     assert (asked > 0) == labels and right <= given <= asked
-    if name == "hassle":
+    if name in ONCE:
         assert asked == labels * 21
     elif labels:
         (phase,) = phases

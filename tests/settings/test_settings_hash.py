@@ -58,6 +58,8 @@ def test_the_hash_changes_with_every_other_setting():
         *(
             "method.average=0.5",
             "method.teacher=average",
+            "method.schedule=cosine",
+            "method.horizon=3",
             "method.prior=batch",
             "method.labelled_view=strong",
         ),
@@ -99,7 +101,7 @@ def changed(hint, default):
     kinds = typing.get_args(hint)
     words = [word for kind in kinds for word in typing.get_args(kind)]  # of a Literal that may be None
     if words:
-        return words[0]
+        return next(word for word in words if word != default)
     if hint is bool:
         return str(not default).lower()
     if typing.get_origin(hint) is typing.Literal:
