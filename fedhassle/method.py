@@ -5,9 +5,8 @@ Rulings, by their numbers here and elsewhere, are in docs/paper.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
@@ -24,6 +23,7 @@ from fedhassle.vectors import Arrays, mean
 Part = Literal["labelled", "unlabelled"]
 
 STEPS = (0.5, 0.75)  # shares of the rounds after each of which schedule=step divides the rate by ten
+LARGEST = torch.finfo(torch.float32).max
 MEAN_OF = "mean of "  # before the name of a model: its running mean over rounds
 
 
@@ -271,14 +271,16 @@ class Method:
         # The upper bounds are those of memory: the walk of a whole phase is drawn before its first step.
         require(1 <= self.batch <= 65_536, f"batch must be from 1 to 65,536, got {self.batch}")
         require(1 <= self.epochs <= 1000, f"epochs must be from 1 to 1,000, got {self.epochs}")
-        require(0 < self.lr < math.inf, f"lr must be positive, got {self.lr}")
+        for field in fields(self):
+            require_float32(field.name, getattr(self, field.name))
+        require(self.lr > 0, f"lr must be positive, got {self.lr}")
         require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
         require(self.horizon is None or self.horizon >= 1, f"horizon must be at least 1, got {self.horizon}")
         require(
             self.horizon is None or self.schedule is not None, "horizon needs a schedule: schedule=cosine"
         )
         require(
-            self.clip is None or 0 <= self.clip < math.inf,
+            self.clip is None or self.clip >= 0,
             f"clip must be at least 0 (0 = off), got {self.clip}",
         )
         require(
@@ -377,6 +379,12 @@ def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:
     """Returns the mean number of steps of a round in which so many clients are drawn; at least 1."""
     total = sum(phase.length(client) for client in clients for phase in method.phases(client, 1))
     return max(1, round(drawn / len(clients) * total))
+
+
+def require_float32(name: str, value: object) -> None:
+    """Raises `UserError` if a number is infinite in the float32 of training, as 1e39 is."""
+    fits = not isinstance(value, int | float) or abs(value) <= LARGEST
+    require(fits, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
 
 
 def require_confidence(value: float) -> None:

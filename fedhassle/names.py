@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fedhassle.errors import UserError
+
+T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str], above: str = "") -> str:
@@ -28,18 +30,30 @@ def some_of(names: Iterable[str], most: int = 10) -> str:
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
+def some_lines(items: Sequence[T], line: Callable[[T], str], most: int = 10) -> str:
+    """Returns a line for each of the first items, and one that counts those beyond `most`."""
+    more = [f"… and {len(items) - most:,} more"] if len(items) > most else []
+    return "\n".join([*map(line, items[:most]), *more])
+
+
+def brief(value: object, most: int = 100) -> str:
+    """Returns the repr of a value, without its middle if it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 4) :]}"
+
+
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:
     """Returns the value of a known name, or imports a path such as `package.module:Name`."""
     if name in known:
         return known[name]
     if ":" not in name:
         options = f"known: {', '.join(known)}, or an import path such as my_package.my_module:MyClass"
-        raise UserError(f"unknown {what} {name!r}{nearest(name, known)} ({options})")
+        raise UserError(f"unknown {what} {brief(name)}{nearest(name, known)} ({options})")
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to fix
-        said = f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}"
+        said = f"{what} {brief(name)} cannot be imported: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             said += f"; run the command in the folder of {error.name}, or add that folder to PYTHONPATH"
         raise UserError(said) from error

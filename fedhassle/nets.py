@@ -235,6 +235,12 @@ def images_a_pass(images: Tensor) -> int:
     return max(1, IMAGES_A_PASS[images.device.type] * SMALL // max(SMALL, height * width))
 
 
+def n_parameters(build: Callable[..., nn.Module], shape: Shape, classes: int) -> int:
+    """Number of weights of a network at full width, counted without memory for them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(shape, classes, 1.0).parameters())
+
+
 class Piece(NamedTuple):
     """One tensor of a module, as a slice of the flat vector."""
 

@@ -28,6 +28,7 @@ CONFIGURED = {  # what reads settings outside settings/
     "runs/record.py",  # checks summaries by a pydantic model, as settings are checked
     "runs/run.py",
     "runs/trackers.py",
+    "predict/metadata.py",  # checks the metadata of models in the same way
     "predict/model.py",
     "cli/split.py",
     "federation/build.py",  # builds a run from an agreement

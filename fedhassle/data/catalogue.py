@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fedhassle.data import download, npz
 from fedhassle.data.npz import Images, Labels
 from fedhassle.errors import UserError
-from fedhassle.names import nearest
+from fedhassle.names import brief, nearest
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -163,7 +163,7 @@ def load(name: str | Path, folder: Path | None = None, progress: bool = True) ->
     if os.path.isdir(name):  # noqa: PTH112 - any string goes
         raise UserError(f"{str(name)!r} is a folder, not a data set; {npz.SIMULATION_HINT}")
     options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file"
-    raise UserError(f"unknown data set {str(name)!r}{nearest(str(name), CATALOGUE)} ({options})")
+    raise UserError(f"unknown data set {brief(str(name))}{nearest(str(name), CATALOGUE)} ({options})")
 
 
 def data_folder(folder: Path | None = None) -> Path:

@@ -1,13 +1,15 @@
 """Reads and checks images and labels in .npz and .npy files."""
 
-import zipfile
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedhassle.data.array_files import arrays_in, names_in, read_npy
 from fedhassle.data.download import RawData
 from fedhassle.errors import UserError
 from fedhassle.names import some_of
@@ -17,6 +19,7 @@ Labels = NDArray[np.int64]
 AnyArray = NDArray[Any]
 
 CHANNELS = (1, 3)  # grey, colour
+LARGEST_SIDE = 4096  # of the images that a model is trained on, in pixels
 
 # Names of images and labels for training and for testing; the first pair that a file has counts.
 TRAINING = (("x", "y"), ("x_train", "y_train"))
@@ -56,6 +59,8 @@ def read(path: Path) -> NpzData:
         raise UserError(
             f"{path}: x_train has images of {size}, x_test of {test_size}; expected the same shape"
         )
+    if max(size) > LARGEST_SIDE:
+        raise UserError(f"{path}: x_train has images of {size}; expected sides of at most {LARGEST_SIDE}")
     present = np.unique(y_train)
     if len(present) < 2 or len(present) != present[-1] + 1:
         raise UserError(
@@ -92,19 +97,15 @@ def read_images(path: Path) -> Images:
     An array (H, W) or (H, W, 1 or 3) is one image.
     """
     if path.suffix.lower() == ".npy":
-        try:
-            array = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({error}); expected an .npy as numpy.save writes it"
-            ) from error
-        return _as_stack(array, str(path))
-    found = stored_arrays(path, None)
-    names = [name for name in ("x_test", "x", "images") if name in found] or list(found)[: len(found) == 1]
+        with described_errors(path, "an .npy as numpy.save writes it"), path.open("rb") as stream:
+            return _as_stack(read_npy(stream, os.fstat(stream.fileno()).st_size), str(path))
+    there = stored_names(path)
+    names = [name for name in ("x_test", "x", "images") if name in there] or there[: len(there) == 1]
     if not names:
-        there = ", ".join(found) or "nothing"
-        raise UserError(f"{path}: holds {there}; expected one array, or x_test, x or images")
-    return _as_stack(found[names[0]], f"{path}: {names[0]}")
+        raise UserError(
+            f"{path}: holds {some_of(there) or 'nothing'}; expected one array, or x_test, x or images"
+        )
+    return _as_stack(stored_arrays(path, names[:1])[names[0]], f"{path}: {names[0]}")
 
 
 def _as_stack(x: NDArray[Any], where: str) -> Images:
@@ -115,34 +116,44 @@ def _as_stack(x: NDArray[Any], where: str) -> Images:
 
 def required_arrays(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:
     """Reads the first of the wanted sets of arrays that an .npz file has, and its class names."""
+    there = stored_names(path)
     for names in wanted:
-        found = stored_arrays(path, (*names, "class_names"))
-        if found.keys() >= set(names):
-            return found
-    missing = [name for name in wanted[0] if name not in stored_arrays(path, wanted[0])]
+        if set(names) <= set(there):
+            return stored_arrays(path, (*names, "class_names"))
+    missing = [name for name in wanted[0] if name not in there]
     expected = ", or ".join(", ".join(names) for names in wanted)
     raise UserError(f"{path}: lacks {', '.join(missing)}; expected {expected}")
 
 
-def stored_arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, AnyArray]:
-    """Reads the wanted arrays that an .npz file has; None means all of them."""
-    found, name = {}, "the file"
+def stored_names(path: Path) -> list[str]:
+    """Returns the names of the arrays in an .npz file."""
+    with opened(path) as stream:
+        return names_in(stream)
+
+
+def stored_arrays(path: Path, wanted: Sequence[str]) -> dict[str, AnyArray]:
+    """Reads the wanted arrays that an .npz file has."""
+    with opened(path) as stream:
+        return arrays_in(stream, wanted)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens an .npz file; what is raised inside the block is an error that names the file."""
+    with described_errors(path, "an .npz as numpy.savez writes it"), path.expanduser().open("rb") as stream:
+        yield stream
+
+
+@contextmanager
+def described_errors(path: Path, expected: str) -> Iterator[None]:
+    """Makes a `UserError` of whatever is raised in the block: damaged files raise many kinds of errors."""
     try:
-        with path.expanduser().open("rb") as stream:
-            if not zipfile.is_zipfile(stream):  # NumPy would try to unpickle it
-                raise zipfile.BadZipFile("not a zip file, or truncated")
-            stream.seek(0)
-            with np.load(stream, allow_pickle=False) as file:
-                for name in file.files if wanted is None else wanted:
-                    if name in file:
-                        found[name] = np.asarray(file[name])
-    # Damaged files make NumPy, zipfile and the decompressors raise many kinds of errors.
+        yield
+    except UserError:
+        raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(
-            f"{path}: cannot read {name} ({reason}); expected an .npz as numpy.savez writes it"
-        ) from error
-    return found
+        raise UserError(f"{path}: cannot be read ({reason}); expected {expected}") from error
 
 
 def images(x: AnyArray, where: str) -> Images:
@@ -191,10 +202,10 @@ def class_names(found: Mapping[str, AnyArray], classes: int, path: Path) -> tupl
     """Returns the names in the file, or numbers if it has none."""
     names = found.get("class_names", np.arange(classes).astype(str))
     try:
-        listed = names.tolist()
+        listed = names.tolist() if names.shape == (classes,) else None
     except (ValueError, SystemError):  # bytes that are not text
         listed = None
-    if names.dtype.kind != "U" or names.shape != (classes,) or listed is None:
+    if names.dtype.kind != "U" or listed is None:
         about = f"{names.dtype} of shape {names.shape}"
         raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one per class")
     return tuple(listed)

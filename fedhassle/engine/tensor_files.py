@@ -32,6 +32,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
     """Reads a file of `write_arrays`; raises an error that names the file if it is not one.
 
     It is a `DamagedError`, or a plain `UserError` if the system cannot read the file, which may be intact.
+    Nobody has checked the entries of the metadata.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -45,7 +46,13 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise DamagedError(f"{path} was not written by fedhassle: it has no description in its metadata")
     if checksum(arrays, metadata["about"]) != metadata.get("sha256"):
         raise DamagedError(f"{path} is damaged: its checksum does not match its contents")
-    return arrays, json.loads(metadata["about"])
+    try:
+        about = json.loads(metadata["about"])
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: its description is not JSON ({error})") from error
+    if not isinstance(about, dict):
+        raise DamagedError(f"{path} is damaged: its description is no table")
+    return arrays, about
 
 
 def checksum(arrays: Arrays, words: str) -> str:

@@ -28,12 +28,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from fedhassle.data.npz import CHANNELS
+from fedhassle.data.npz import CHANNELS, LARGEST_SIDE
 from fedhassle.data.site.folder import ImageForm
 from fedhassle.data.site.labels import UNLABELLED, nfc
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
-from fedhassle.names import nearest
+from fedhassle.names import brief, nearest, some_lines
 from fedhassle.settings.request import MACHINE, Request, expanded, parsed
 
 T = TypeVar("T")
@@ -42,7 +42,6 @@ FORMAT = 1
 SIMULATED = ("data", "split")  # tables of a simulated run; in a federation the sites hold the data
 SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # the server's only
 SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site chooses these for itself
-LARGEST_SIDE = 4096
 MOST_SITES = 1_000_000
 WEEK = 7 * 24 * 3600
 CLOSED = ConfigDict(extra="forbid")  # no unknown keys
@@ -210,11 +209,12 @@ def checked_agreement(content: Mapping[str, Any], where: str) -> Agreement:
 
 
 def checked(model: type[T], content: Any, where: str) -> T:
-    """Checks the content of a TOML file against a model; an error has a line for each wrong key."""
+    """Checks the content of a TOML file against a model; an error has up to ten lines."""
     try:
         return TypeAdapter(model).validate_python(content)
     except ValidationError as error:
-        raise UserError("\n".join(f"{where}: {_explained(model, one)}" for one in error.errors())) from error
+        lines = some_lines(error.errors(), lambda one: f"{where}: {_explained(model, one)}")
+        raise UserError(lines) from error
 
 
 def _explained(model: Any, error: ErrorDetails) -> str:
@@ -227,13 +227,13 @@ def _explained(model: Any, error: ErrorDetails) -> str:
         for table in tables:
             model = get_type_hints(model)[table]
         known = [part.name for part in fields(model)]
-        return f"unknown key {name!r}" + (nearest(last, known) or f" (known are {', '.join(known)})")
+        return f"unknown key {brief(name)}" + (nearest(last, known) or f" (known are {', '.join(known)})")
     if kind in ("dict_type", "dataclass_type"):
         return f"{name} must be a table, [{name}]"
     if kind == "value_error":  # of a whole table: the message begins with the key in it
         return name + ("." if isinstance(given, dict) else ": ") + str(error["ctx"]["error"])
     message = error["msg"].replace("tuple", "list")
-    return f"{name}: {message[0].lower()}{message[1:]}, got {repr(given)[:80]}"
+    return f"{name}: {message[0].lower()}{message[1:]}, got {brief(given)}"
 
 
 def agreement_hash(agreement: Agreement) -> str:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from fedhassle.data.views import Views, make_views
+from fedhassle.engine.evaluate import check_predictions
 from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import find
-from fedhassle.nets import NETS, Net, images_a_pass
+from fedhassle.names import brief, find
+from fedhassle.nets import NETS, Net, images_a_pass, n_parameters
+from fedhassle.predict.metadata import ModelMetadata, checked_metadata, checked_settings
 from fedhassle.runs.folder import Folder, resume_command
 from fedhassle.settings.build import build_method
 from fedhassle.settings.schema import resolved_device
@@ -114,19 +116,64 @@ def load(path: str | Path, allow_import: bool = False) -> TrainedModel:
     """
     path = model_file(Path(path))
     arrays, about = read_arrays(path)
-    if not about.keys() >= {"method", "net", "shape", "class_names", "mean", "std"}:
-        raise UserError(f"{path} is not a trained model: use the model.safetensors of a finished run")
-    settings = dict(about["method"])
-    name = settings.pop("name")
-    for kind, wanted, known in (("method", name, METHODS), ("network", about["net"], NETS)):
-        if wanted not in known and not allow_import:
-            raise UserError(
-                f"{path} needs the {kind} {wanted!r}: allow its import with load(path, allow_import=True) or "
-                "--allow-import"
-            )
-    net = Net(find(about["net"], NETS, "network"), tuple(about["shape"]), len(about["class_names"]))
-    views = make_views(about["mean"], about["std"], False, 0, torch.device("cpu"))
-    return TrainedModel(build_method(name, settings, net), arrays, views, tuple(about["class_names"]), about)
+    try:
+        metadata = checked_metadata(about)
+    except UserError as error:
+        hint = "use the model.safetensors of a finished run"
+        raise UserError(f"{path} is not a trained model ({error}): {hint}") from error
+    own = [
+        f"the {kind} {brief(name)}"
+        for kind, name, known in (("method", metadata.method.name, METHODS), ("network", metadata.net, NETS))
+        if name not in known
+    ]
+    if own and not allow_import:
+        raise UserError(
+            f"{path} needs {' and '.join(own)}: allow its import with load(path, allow_import=True) or "
+            "--allow-import"
+        )
+    try:
+        made = TrainedModel(
+            build_known_method(metadata, arrays), arrays, views_of(metadata), metadata.class_names, about
+        )
+        check_arrays(made, 2 if own else 0)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return made
+
+
+def build_known_method(metadata: ModelMetadata, arrays: Arrays) -> Method:
+    """Returns the method that the metadata name, with its network."""
+    build, classes = find(metadata.net, NETS, "network"), len(metadata.class_names)
+    # A file may name any size: nothing is allocated that the weights in it cannot fill.
+    if metadata.net in NETS:
+        there = sum(array.numel() for array in arrays.values())
+        needed = n_parameters(build, metadata.shape, classes)
+        require(needed <= there, f"its network needs {needed:,} weights, the file has {there:,} numbers")
+    net = Net(build, metadata.shape, classes)
+    return build_method(metadata.method.name, checked_settings(metadata.method), net)
+
+
+def views_of(metadata: ModelMetadata) -> Views:
+    """Returns the views by which the images are normalised."""
+    return make_views(metadata.mean, metadata.std, False, 0, torch.device("cpu"))
+
+
+def check_arrays(model: TrainedModel, images: int) -> None:
+    """Raises a `UserError` if the model cannot predict with its arrays: tries some blank images, or none.
+
+    None take no memory, however large the images are; but a user's own code may not bear them.
+    """
+    height, width, channels = model.image_size
+    blank = torch.zeros(images, channels, height, width)
+    try:
+        check_predictions(model.method, model.state, blank, len(model.class_names))
+    except UserError:
+        raise
+    except Exception as error:  # arrays that lack or do not fit: PyTorch raises many kinds of errors
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"its arrays do not fit its metadata ({type(error).__name__}: {brief(reason)})"
+        ) from error
 
 
 def model_file(path: Path) -> Path:

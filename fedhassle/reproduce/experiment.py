@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedhassle.errors import UserError, require
-from fedhassle.names import nearest
+from fedhassle.names import brief, nearest, some_lines
 from fedhassle.reproduce.paper import HEADLINE, TomlTable, Words
 from fedhassle.runs.run import Identity, identify
 from fedhassle.settings.build import is_machine_setting
@@ -191,7 +191,7 @@ def read_experiment(name: str) -> Experiment:
     try:
         return Experiment.model_validate({**table, "NAME": Path(name).stem})
     except ValidationError as error:
-        raise UserError("\n".join(f"{name}: {explained(one)}" for one in error.errors())) from error
+        raise UserError(some_lines(error.errors(), lambda one: f"{name}: {explained(one)}")) from error
 
 
 def explained(error: Any) -> str:
@@ -202,8 +202,8 @@ def explained(error: Any) -> str:
         table = tables[len(error["loc"])]
         known = [field.alias or name for name, field in table.model_fields.items() if field.alias != "NAME"]
         hint = nearest(str(error["loc"][-1]), known)
-        return f"unknown key {key!r}{hint} (known are {', '.join(known)})"
-    given = f", got {error['input']!r}" if isinstance(error["input"], str | int | float) else ""
+        return f"unknown key {brief(key)}{hint} (known are {', '.join(known)})"
+    given = f", got {brief(error['input'])}" if isinstance(error["input"], str | int | float) else ""
     return (f"{key}: {message[0].lower()}{message[1:]}" if key else message) + given
 
 

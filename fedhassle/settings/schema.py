@@ -19,7 +19,7 @@ from fedhassle.engine.device import LANES
 from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import find, nearest
+from fedhassle.names import brief, find, nearest, some_lines, some_of
 from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, overlaid
 
 COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
@@ -30,7 +30,7 @@ REQUIRED = ("networks", "initial", "phases", "predict")  # `Method` leaves these
 
 Tool = Literal["tensorboard", "mlflow"]  # experiment trackers
 
-STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def split_words(value: Any) -> Any:
@@ -115,8 +115,8 @@ def resolve(request: Request) -> Settings:
     name = given.get("name", DEFAULT_METHOD)
     require(isinstance(name, str), f"method.name: input should be a valid string, got {name!r}")
     method = method_class(name)
-    known = {field.name for field in dataclasses.fields(method)}
-    table = {k: v for k, v in given.items() if k in known or not is_left_over(request, k)}
+    unused = left_over(request) - {field.name for field in dataclasses.fields(method)}
+    table = {k: v for k, v in given.items() if k not in unused}
     settings = validated(method, name, {**merged, "method": {**table, "name": name}})
     device = resolved_device(settings.device)
     chosen = {
@@ -130,10 +130,10 @@ def resolve(request: Request) -> Settings:
     return Settings.model_construct(**(dict(settings) | chosen))
 
 
-def is_left_over(request: Request, key: str) -> bool:
-    """True for a setting of a method that a later layer replaced by another: `run quick method=fedavg`."""
-    last = {each: i for i, table in enumerate(request.tables("method")) for each in table}
-    return last[key] < last.get("name", -1)
+def left_over(request: Request) -> set[str]:
+    """The settings of a method that a later layer replaced by another: `run quick method=fedavg`."""
+    last = {key: i for i, table in enumerate(request.tables("method")) for key in table}
+    return {key for key, i in last.items() if i < last.get("name", -1)}
 
 
 def resolved_split(split: SplitSettings, request: Request) -> SplitSettings:
@@ -145,19 +145,19 @@ def resolved_split(split: SplitSettings, request: Request) -> SplitSettings:
     beside = {key: None for table in tables[naming:] for key in table if key != "file"}
     default = SplitSettings().model_dump(exclude_none=True)
     if beside and not beside.keys() >= default.keys():  # all of them: a config.toml older than this rule
-        keys = ", ".join(f"split.{key}" for key in beside)
+        keys = some_of(f"split.{key}" for key in beside)
         raise UserError(f"split.file={split.file} defines the whole split: leave out {keys}")
     return SplitSettings(file=split.file)
 
 
 def validated(method: type[Method], name: str, values: Mapping[str, Any]) -> Settings:
-    """The values as settings of a run with this method; one error lists everything that is wrong."""
+    """The values as settings of a run with this method; one error lists the first things that are wrong."""
     model = settings_model(method, name)  # type: ignore[arg-type] # a class is hashable
     try:
         # By way of JSON: a list is a list in TOML, whether a field calls it a list or a tuple.
         return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise UserError("\n".join(explain(model, e, name) for e in error.errors())) from error
+        raise UserError(some_lines(error.errors(), lambda one: explain(model, one, name))) from error
 
 
 def explain(model: type[BaseModel], error: Any, method: str) -> str:
@@ -165,17 +165,22 @@ def explain(model: type[BaseModel], error: Any, method: str) -> str:
     *tables, last = [str(part) for part in error["loc"]]
     key = ".".join([*tables, last])
     if error["type"] != "extra_forbidden":
-        return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+        return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {brief(error['input'])}"
     for table in tables:
         model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
     known = list(model.model_fields)
     hint = nearest(last, known, key.removesuffix(last)) or f" (known are {', '.join(known)})"
-    return f"unknown setting {key!r}{f' of {method}' if tables == ['method'] else ''}{hint}"
+    return f"unknown setting {brief(key)}{f' of {method}' if tables == ['method'] else ''}{hint}"
 
 
 @functools.cache
 def settings_model(method: type[Method], name: str) -> type[Settings]:
     """`Settings` whose [method] has the fields of a method; cached, since a report checks a thousand runs."""
+    return create_model("Settings", __base__=Settings, method=(method_table(method, name), ...))
+
+
+def method_table(method: type[Method], name: str) -> type[BaseModel]:
+    """The table [method] with the fields of a method."""
     try:
         hints = typing.get_type_hints(method)
     except Exception as error:  # a user's annotations may fail in any way
@@ -189,11 +194,10 @@ def settings_model(method: type[Method], name: str) -> type[Settings]:
     if "name" in fields:
         raise UserError(f"method {name!r} has a field called 'name': that setting names the method")
     try:
-        table = create_model("MethodTable", __config__=STRICT, name=(str, ...), **fields)
+        return create_model("MethodTable", __config__=STRICT, name=(str, ...), **fields)
     except Exception as error:  # pydantic refuses types that it does not know
         first = str(error).partition("\n")[0]
         raise UserError(f"method {name!r} has a field that cannot be a setting: {first}") from error
-    return create_model("Settings", __base__=Settings, method=(table, ...))
 
 
 def pydantic_default(field: dataclasses.Field[Any]) -> Any:

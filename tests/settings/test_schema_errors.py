@@ -7,6 +7,7 @@ import small
 from small import built, resolved
 
 from fedhassle.errors import UserError
+from fedhassle.methods import METHODS
 from fedhassle.settings.request import Request, request
 from fedhassle.settings.schema import require_finite, resolve
 
@@ -145,3 +146,30 @@ def test_inf_and_nan_are_refused_at_any_depth(settings, message):
 def test_finite_values_pass():
     settings = {"a": [1, 2.5, -1e308, 10**400, "inf", "nan", True, None], "b": {}, "c": []}
     assert require_finite(settings) is None
+
+
+@pytest.mark.parametrize("table", ["", "[method]", "[split]", "[data]"])
+def test_many_unknown_settings_are_counted(table, tmp_path):
+    file = tmp_path / "many.toml"
+    file.write_text(f"{table}\n" + "".join(f"k{i} = 1\n" for i in range(20_000)))
+    with pytest.raises(UserError) as found:
+        resolve(request(str(file), []))
+    *first, last = str(found.value).splitlines()
+    assert last == "… and 19,990 more" and len(first) == 10 and len(str(found.value)) < 5000
+    assert all(f"k{i}'" in line for i, line in enumerate(first))
+
+
+@pytest.mark.parametrize("key", ["net", "data", "method", "rounds", "a" * 10**6])
+def test_a_long_setting_is_cut_in_the_error(key, images, tmp_path):
+    with pytest.raises(UserError) as found:
+        built(resolve(request("paper", {**small.SETTINGS, "data": str(images), key: "b" * 10**6})))
+    assert len(str(found.value)) < 1000
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", ["1.7e308", "1e39"])
+def test_a_number_beyond_float32_is_refused(method, value, images):
+    """PyTorch would raise in the first step: "value cannot be converted to type float without overflow"."""
+    words = [f"data={images}", f"method={method}", f"method.lr={value}"]
+    with pytest.raises(UserError, match=r"method\.lr must be at most 3\.4e\+38"):
+        built(resolve(request("paper", {**small.SETTINGS, "data": str(images)}, words)))

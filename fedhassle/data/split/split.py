@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fedhassle.data.array_files import arrays_in
 from fedhassle.data.split.cuts import SPLIT_KINDS, Pool, Rows, Seed, shuffled_by
 from fedhassle.data.split.layout import Holding, LabelLayout, layout, relabelled, thinned, units
 from fedhassle.errors import UserError
@@ -74,8 +75,9 @@ class Split:
                     f"there is no split at {path}; give a file written by fedhassle split --save, or the "
                     "split.npz of a run"
                 )
-            with np.load(path, allow_pickle=False) as file:
-                fields = [file[name] for name in _FIELDS]
+            with path.open("rb") as file:
+                found = arrays_in(file, _FIELDS)
+            fields = [found[name] for name in _FIELDS]
             labelled, unlabelled = _parted(*fields[:2]), _parted(*fields[2:4])
             split = Split(labelled, unlabelled, tuple(str(note) for note in fields[5]))
         except UserError:

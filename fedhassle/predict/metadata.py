@@ -1,0 +1,60 @@
+"""The metadata of a model file: checked once, before anything is built from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+
+from fedhassle.data.npz import LARGEST_SIDE
+from fedhassle.errors import UserError
+from fedhassle.names import brief
+from fedhassle.settings.schema import MethodSettings, method_class, method_table
+
+M = TypeVar("M", bound=BaseModel)
+
+Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+
+
+class ModelMetadata(BaseModel):
+    """What prediction needs of the metadata that `about_model` writes; the rest is for readers."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+    format: Literal[1] = 1
+    method: MethodSettings
+    net: str
+    shape: tuple[Literal[1, 3], Side, Side]  # channels, height, width
+    class_names: tuple[str, ...] = Field(min_length=1)
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[PositiveFloat, ...]
+
+    @model_validator(mode="after")
+    def has_numbers_of_every_channel(self) -> ModelMetadata:
+        """Refuses a mean or deviation that is not of each channel."""
+        if not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError(f"mean and std need one number per channel ({self.shape[0]})")
+        return self
+
+
+def checked_metadata(about: Mapping[str, Any]) -> ModelMetadata:
+    """Returns the metadata; an error names the first entry that is wrong."""
+    return checked(ModelMetadata, about)
+
+
+def checked_settings(method: MethodSettings) -> dict[str, Any]:
+    """Returns the settings of a method by the types of its fields, without its name."""
+    table = method_table(method_class(method.name), method.name)
+    return {key: value for key, value in checked(table, method.model_dump()) if key != "name"}
+
+
+def checked(model: type[M], values: Mapping[str, Any]) -> M:
+    """Returns the values as a model, by way of JSON, in which a tuple is a list."""
+    try:
+        return model.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])[:50] or "metadata"
+        given = "" if first["type"] == "missing" else f", got {brief(first['input'])}"
+        raise UserError(f"{where}: {first['msg']}{given}") from error
