@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from fedhassle.files import remove_stale_lock
 from fedhassle.predict.model import TrainedModel, load
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.live import follow, follow_several
@@ -76,6 +77,7 @@ def run(
     folder = Path(out) if out is not None else None
     if folder is not None and Folder(folder).begun and config is None and not settings:
         if Folder(folder).finished:
+            remove_stale_lock(folder)
             return Result(folder, read_summary(folder))
         training = reopen(folder)
     else:

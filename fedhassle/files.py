@@ -95,10 +95,12 @@ def stamp(path: Path) -> Stamp:
     return found.st_size, found.st_mtime_ns
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes the temporary files of writers that were killed."""
+def remove_unfinished(folder: Path, age: float = 0.0) -> None:
+    """Removes the temporary files of writers that were killed: those of at least this age in seconds."""
     for path in folder.glob(f"{UNFINISHED}*"):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # its writer has just finished
+            if time.time() - path.stat().st_mtime >= age:
+                path.unlink()
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def locked(path: Path) -> Iterator[None]:
     The operating system frees the lock when the process ends, even by a kill. The holder removes the lock
     file: a process that had opened it before does not get the lock.
     """
-    file = path if path.suffix == LOCK else path / LOCK
+    file = lock_file(path)
     lock = FileLock(file, timeout=0, thread_local=False)  # a generator may be closed by another thread
     try:
         lock.acquire()
@@ -120,6 +122,18 @@ def locked(path: Path) -> Iterator[None]:
         with suppress(PermissionError):  # Windows, where releasing the lock removes its file
             file.unlink(missing_ok=True)
         lock.release()
+
+
+def lock_file(path: Path) -> Path:
+    """Returns the lock file of a folder; a path that ends in .lock is one itself."""
+    return path if path.suffix == LOCK else path / LOCK
+
+
+def remove_stale_lock(path: Path) -> None:
+    """Removes the lock file that a killed process has left, unless another process holds it now."""
+    if lock_file(path).exists():
+        with suppress(BusyError, OSError), locked(path):  # OSError: an archive that cannot be written
+            pass
 
 
 def wait_until_free(folder: Path, seconds: float = 30.0) -> None:

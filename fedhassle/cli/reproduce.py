@@ -193,6 +193,7 @@ def make(
     cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
     work = Sweep(*options) if ray is None else RaySweep(ray, *options)
+    work.tidy()
     if work.cells:
         follow_work(work, console)
     show_figures(chosen, cells, selection, ledger, console)

@@ -64,12 +64,14 @@ def resume(
     ] = None,
 ) -> None:
     """Resume runs after a crash, a kill or Ctrl-C."""
+    from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
     from fedhassle.runs.run import Loader, reopen
 
     there = [path for folder in folders for path in run_folders(folder)]
     finished = [path for path in there if Folder(path).finished]
     for path in finished:
+        remove_stale_lock(path)
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     load = Loader()

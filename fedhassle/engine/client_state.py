@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class ClientState:
         self.folder = folder  # created when the first client saves something
         self._newest = math.inf  # the last round that the run may go back to; unknown at first
         self._several: set[Path] = set()  # folders with more than one file; only these need pruning
+        self._last: dict[str, int] = {}  # by client: the round of its newest file
 
     def load(self, client: str, t: int, device: torch.device) -> Arrays | None:
         """Arrays that a client saved in its last round before t; None if there was none."""
@@ -46,10 +47,7 @@ class ClientState:
             if about != {"client": client, "round": last}:
                 raise DamagedError(f"{path} is not the state of {client!r} after round {last}")
         except DamagedError as error:
-            raise UserError(
-                f"{error}; to repeat that round, remove the checkpoints of round {last} and later, "
-                "then resume"
-            ) from error
+            raise UserError(f"{error}; {how_to_repeat(last)}") from error
         return {name: array.to(device) for name, array in arrays.items()}
 
     def save(self, client: str, t: int, arrays: Arrays) -> None:
@@ -58,6 +56,21 @@ class ClientState:
         write_arrays(round_file(home, t), arrays, {"client": client, "round": t})
         there = round_files(home)
         self._trim(home, there, {n for n in there if n <= self._newest} | {t})
+        self._last[client] = t
+
+    def kept(self) -> dict[str, int]:
+        """The round of the newest file of each client, as far as it was saved or required here."""
+        return dict(sorted(self._last.items()))
+
+    def require(self, kept: Mapping[str, int]) -> None:
+        """Raises if a file that a checkpoint lists is missing: its client would start afresh."""
+        for client, n in kept.items():
+            path = round_file(self._home(client), n)
+            if not path.exists():
+                name = client.strip("\0")  # it marks the arrays that the server knows a client to hold
+                state = f"{path}, the state of {name!r} after round {n},"
+                raise UserError(f"{state} is missing; {how_to_repeat(n)}")
+        self._last = dict(kept)
 
     def last(self, client: str, t: int) -> int:
         """The last round before t in which a client saved something; 0 if there was none."""
@@ -68,6 +81,7 @@ class ClientState:
         home = self._home(client)
         self._trim(home, round_files(home), set())
         remove_empty(home)
+        self._last.pop(client, None)
 
     def rewind(self, t: int) -> None:
         """Removes the files of later rounds than t, from which the run resumes. Scans every client."""
@@ -78,6 +92,8 @@ class ClientState:
             self._trim(home, there, {n for n in there if n <= t})
             remove_empty(home)
         remove_empty(self.folder)
+        back = {client: n if n <= t else self.last(client, t + 1) for client, n in self._last.items()}
+        self._last = {client: n for client, n in back.items() if n}
 
     def prune(self, rounds: Sequence[int]) -> None:
         """Removes files that are needed neither now nor to go back to one of these rounds.
@@ -102,6 +118,11 @@ class ClientState:
     def _home(self, client: str) -> Path:
         """The folder of a client, named by a hash, since a client may have any name."""
         return self.folder / hashlib.sha256(client.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def how_to_repeat(t: int) -> str:
+    """The advice about a file of round t that is damaged or missing."""
+    return f"to repeat that round, remove the checkpoints of round {t} and later, then resume"
 
 
 def remove_empty(folder: Path) -> None:

@@ -42,6 +42,10 @@ class Federation(Protocol):
         """Removes the clients' state that is needed neither now nor to go back to one of these rounds."""
         ...
 
+    def kept(self) -> dict[str, int]:
+        """By client, the round whose state is needed to go on from now."""
+        ...
+
 
 class Plan(NamedTuple):
     """Length of a run and selection of its clients."""

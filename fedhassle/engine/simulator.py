@@ -115,6 +115,10 @@ class Simulator:
         """Removes the clients' state that is needed neither now nor to go back to one of these rounds."""
         self.client_state.prune(rounds)
 
+    def kept(self) -> dict[str, int]:
+        """By client, the last round in which it saved something."""
+        return self.client_state.kept()
+
     def site(self, client: Client) -> Site:
         """The site of a client; its rows are on the device only while it trains."""
         rows = [np.ascontiguousarray(part, np.int64) for part in self.rows[client.name]]

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedhassle.errors import UserError, require
-from fedhassle.files import UNFINISHED, Stamp, check_writable, file_name, stamp, write_json
+from fedhassle.files import (
+    UNFINISHED,
+    Stamp,
+    check_writable,
+    file_name,
+    remove_unfinished,
+    stamp,
+    write_json,
+)
 from fedhassle.provenance import machine
 from fedhassle.runs.record import Metrics, read_summary
 from fedhassle.runs.run import Identity
 
 FORMAT = 1
+ABANDONED = 3600.0  # seconds after which an unfinished file has no writer; several processes may write here
 TOGETHER = "together"  # the key that the ledger adds to a summary: the number of runs on the same device
 
 
@@ -84,9 +93,11 @@ class Ledger:
         return sorted({entry.rounds for entry in alike}, reverse=True)
 
     def require_writable(self) -> None:
-        """Refuses a folder that cannot be written, before anything trains."""
+        """Refuses a folder that cannot be written, before anything trains; removes abandoned files."""
         try:
             check_writable(self.folder)
+            for folder in {path.parent for path in self.folder.rglob(f"{UNFINISHED}*")}:
+                remove_unfinished(folder, ABANDONED)
         except OSError as error:
             why = error.strerror or error
             message = f"cannot write results to {self.folder}: {why}: choose another folder with --results"

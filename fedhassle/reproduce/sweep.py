@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fedhassle.engine.tensor_files import round_files
 from fedhassle.errors import BusyError, UserError, require
-from fedhassle.files import locked
+from fedhassle.files import LOCK, locked, remove_stale_lock
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.runs.folder import Folder
@@ -85,11 +85,11 @@ class Sweep:
         budget: float | None = None,
     ) -> None:
         self.ledger, self.runs = ledger, runs
-        lacking: dict[tuple[str, int], Cell] = {}
+        distinct: dict[tuple[str, int], Cell] = {}
         for cell in cells:
-            if cell.identity not in ledger:
-                lacking.setdefault(cell.identity.key, cell)
-        self.cells = list(lacking.values())
+            distinct.setdefault(cell.identity.key, cell)
+        self.cells = [cell for cell in distinct.values() if cell.identity not in ledger]
+        self.known = [cell for cell in distinct.values() if cell.identity in ledger]
         self.width = (together or SIDE_BY_SIDE) if on_gpu(self.cells) else 1
         self.done: list[Cell] = []
         self.failed: list[tuple[Cell, BaseException]] = []
@@ -139,6 +139,17 @@ class Sweep:
         """The context in which the sweep runs; nothing is needed in this process."""
         return nullcontext()
 
+    def tidy(self) -> None:
+        """Removes what processes that were killed after they had added a result have left of its run."""
+        for cell in self.known:
+            folder, lock = Folder(self._home(cell)), self._lock(cell)
+            parts = (lock, folder.path / LOCK, folder.checkpoints, folder.memory)
+            if any(part.exists() for part in parts):
+                with suppress(BusyError), locked(lock):
+                    remove_stale_lock(folder.path)
+                    if folder.finished:
+                        clear(folder)
+
     def carry_out(self) -> Generator[Event]:
         """Trains cell after cell, as long as the budget allows."""
         events = self._events()
@@ -175,7 +186,7 @@ class Sweep:
         """Prepares a cell under its lock; None if it is done, locked by another process, or fails."""
         with ExitStack() as stack:
             try:
-                lock = self._home(cell).with_suffix(".lock")
+                lock = self._lock(cell)
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(lock))
             except BusyError:  # another process trains it, or has just finished it
@@ -238,6 +249,10 @@ class Sweep:
     def _home(self, cell: Cell) -> Path:
         """The run folder of a cell, the same for all experiments that share the run."""
         return self.runs / f"{cell.identity.settings_hash[:8]}-{cell.seed}"
+
+    def _lock(self, cell: Cell) -> Path:
+        """The file that a process locks while it works on a cell."""
+        return self._home(cell).with_suffix(LOCK)
 
 
 def on_gpu(cells: Sequence[Cell]) -> bool:

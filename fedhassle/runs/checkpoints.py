@@ -18,19 +18,28 @@ KEPT = 2  # checkpoints on disk: if the newest is damaged, the one before it is 
 
 
 class Checkpoint(NamedTuple):
-    """Everything that a run needs to go on after round t, except the state that its clients keep."""
+    """Everything that a run needs to go on after round t, except the state that its clients keep.
+
+    A checkpoint of an older version lacks the last two; it is read, and nothing is compared.
+    """
 
     t: int
     state: Arrays
     history: list[dict[str, Any]]  # the metrics so far, one entry per evaluation
+    settings: dict[str, Any] | None = None  # those that its rounds were made under, with dotted keys
+    kept: dict[str, int] | None = None  # by client: the round whose state it needs
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint, then removes all but the newest `KEPT`."""
-    about = {"round": checkpoint.t, "history": checkpoint.history}
+    about = {
+        "round": checkpoint.t,
+        "history": checkpoint.history,
+        "settings": checkpoint.settings,
+        "kept": checkpoint.kept,
+    }
     write_arrays(round_file(folder, checkpoint.t), checkpoint.state, about)
-    for old in list(round_files(folder).values())[:-KEPT]:
-        old.unlink()
+    discard_old(folder)
 
 
 def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
@@ -42,8 +51,14 @@ def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint | None:
             log.warning("%s; falling back to the checkpoint before it", error)
             continue
         state = {name: array.to(device) for name, array in arrays.items()}
-        return Checkpoint(about["round"], state, about["history"])
+        return Checkpoint(about["round"], state, about["history"], about.get("settings"), about.get("kept"))
     return None
+
+
+def discard_old(folder: Path) -> None:
+    """Removes all but the newest `KEPT` checkpoints."""
+    for old in list(round_files(folder).values())[:-KEPT]:
+        old.unlink()
 
 
 def discard_after(folder: Path, t: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,9 +23,16 @@ from fedhassle.engine.tensor_files import round_files, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
+from fedhassle.names import some_of
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
-from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
+from fedhassle.runs.checkpoints import (
+    Checkpoint,
+    discard_after,
+    discard_old,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fedhassle.runs.curves import draw_curves
 from fedhassle.runs.folder import Folder, resume_command
 from fedhassle.runs.record import (
@@ -42,7 +50,7 @@ from fedhassle.runs.record import (
 from fedhassle.runs.run import Run, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
-from fedhassle.settings.build import build_engine
+from fedhassle.settings.build import binding_settings, build_engine
 from fedhassle.settings.request import flat
 from fedhassle.vectors import Arrays
 
@@ -79,18 +87,21 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
         engine.active(),
         on_cores(1),  # clients run side by side instead: `side_by_side` says why
     ):
+        start = resumed(run)
+        memory.require(start.kept or {})
         write_settings(run)
-        yield from train_in_federation(run, simulator, evaluate)
+        yield from train_in_federation(run, simulator, evaluate, start)
 
 
 def train_in_federation(
     run: Run,
     federation: Federation,
     evaluate: Evaluate,
+    start: Checkpoint,
     about: Metrics | None = None,
     participation: Callable[[], Metrics] | None = None,
 ) -> Iterator[Step]:
-    """Trains the remaining rounds of a run, simulated or real, then writes its result.
+    """Trains the rounds of a run, simulated or real, after a checkpoint, then writes its result.
 
     `about`: entries of the summary that add to or replace the usual ones. `participation`: called at the end
     of a real federation's run, returns what the summary says about its sites.
@@ -98,7 +109,6 @@ def train_in_federation(
     for note in run.split.notes:
         log.info("split: %s", note)
     every, origin = run.settings.evaluate_every, about_run(run) | (about or {})
-    start = restore(run.folder, run.method, run.plan.seed, run.device)
     blank = torch.zeros(2, *run.dataset.shape, device=run.device)
     check_predictions(run.method, start.state, blank, run.dataset.classes)
     with tracking(run.settings.track or (), run.folder) as trackers:
@@ -139,9 +149,31 @@ def train_rounds(
                 history = [*history, metrics]
                 with folder.metrics.open("a", encoding="utf-8") as file:
                     file.write(metrics_line(metrics))
-            save_checkpoint(folder.checkpoints, Checkpoint(done.t, done.state, history))
+            made = Checkpoint(done.t, done.state, history, start.settings, federation.kept())
+            save_checkpoint(folder.checkpoints, made)
             federation.prune(list(round_files(folder.checkpoints)))
         yield Step(done.t, tuple(reply.update.client for reply in done.replies), metrics)
+    federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
+
+
+def resumed(run: Run) -> Checkpoint:
+    """The checkpoint from which a run goes on; refuses one that was made under other settings."""
+    start = restore(run.folder, run.method, run.plan.seed, run.device)
+    now = binding_settings(run.settings, run.dataset, run.split)
+    require_same_settings(run.folder, start, now)
+    return start._replace(settings=now)
+
+
+def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]) -> None:
+    """Refuses to go on with other settings than those of the rounds before; its rounds would mix both."""
+    made = now if start.settings is None else start.settings
+    changed = [key for key in (now | made) if now.get(key) != made.get(key)]
+    if changed:
+        pairs = [f"{key}={now.get(key)!r} instead of {made.get(key)!r}" for key in changed]
+        raise UserError(
+            f"{folder.config} or the images have changed since the checkpoint of round {start.t}: "
+            f"{some_of(pairs, 3)}. Put them back, or remove {folder.checkpoints} to train all rounds again"
+        )
 
 
 def restore(folder: Folder, method: Method, seed: int, device: torch.device) -> Checkpoint:
@@ -152,6 +184,7 @@ def restore(folder: Folder, method: Method, seed: int, device: torch.device) -> 
     if found is None:
         found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, [])
     discard_after(folder.checkpoints, found.t)
+    discard_old(folder.checkpoints)  # left by a kill just after a checkpoint
     write_text(folder.metrics, "".join(map(metrics_line, found.history)))
     return found
 
@@ -192,13 +225,22 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
 # Logs
 
 
+class LogFile(logging.FileHandler):
+    """A log in a file; on a full disk its lines are lost, and the next file that a run needs ends it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
+        """Ignores errors of the disk, which logging would print with a traceback for every line."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def log_to_file(path: Path, alone: bool, name: str = "") -> Iterator[None]:
     """Logs to a file; the messages of this thread only, unless the run is alone.
 
     Each record gets the run's name, for a console that shows several runs.
     """
-    handler, thread = logging.FileHandler(path, encoding="utf-8"), threading.get_ident()
+    handler, thread = LogFile(path, encoding="utf-8"), threading.get_ident()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(lambda record: alone or record.thread == thread)
 

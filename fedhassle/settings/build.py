@@ -26,13 +26,24 @@ from fedhassle.method import Method
 from fedhassle.names import find
 from fedhassle.nets import NETS, Net, check_image
 from fedhassle.provenance import own_code
-from fedhassle.settings.request import MACHINE, Request
+from fedhassle.settings.request import MACHINE, Request, flat
 from fedhassle.settings.schema import DataSettings, Settings, method_class, resolve
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
     """A hash that is equal for runs that differ only in seed and machine."""
-    return digest(settings, fingerprint(dataset), None if settings.split.file is None else split.hash)
+    return digest(settings, fingerprint(dataset), hash_of_file(settings, split))
+
+
+def binding_settings(settings: Settings, dataset: Dataset, split: Split) -> dict[str, Any]:
+    """The settings on which a result depends, with dotted keys; own images and splits by their content."""
+    plain = binding(settings, fingerprint(dataset), hash_of_file(settings, split))
+    return {**dict(flat(plain)), "seed": settings.seed}
+
+
+def hash_of_file(settings: Settings, split: Split) -> str | None:
+    """The hash of a split in a file; None for one that the settings describe."""
+    return None if settings.split.file is None else split.hash
 
 
 def is_machine_setting(key: str) -> bool:
@@ -55,7 +66,15 @@ def file_fingerprint(data: str, written: Stamp) -> str:
 
 
 def digest(settings: Settings, images: str, split: str | None) -> str:
-    """The hash of settings; images, a split in a file and own code count by their content.
+    """The hash of settings, and of own code."""
+    plain = binding(settings, images, split)
+    if own := own_code_of(settings):
+        plain["own_code"] = own
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def binding(settings: Settings, images: str, split: str | None) -> dict[str, Any]:
+    """The settings on which a result depends, beside its seed; images and a split in a file by their content.
 
     None does not count: a new option that is None by default keeps the hashes of finished runs.
     """
@@ -63,9 +82,7 @@ def digest(settings: Settings, images: str, split: str | None) -> str:
     plain["data"] = {k: v for k, v in plain["data"].items() if k != "folder"} | {"name": images}
     if split is not None:
         plain["split"] = {"hash": split}
-    if own := own_code_of(settings):
-        plain["own_code"] = own
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    return plain
 
 
 def own_code_of(settings: Settings) -> dict[str, str]:

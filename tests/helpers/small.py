@@ -419,5 +419,9 @@ def assert_same_result(folder, whole):
     assert same(tensors_of(folder / "model.safetensors"), tensors_of(whole / "model.safetensors"))
     kept, expected = kept_by(folder), kept_by(whole)
     assert kept.keys() == expected.keys() and all(same(kept[k], expected[k]) for k in kept)
-    left = {path.name for path in folder.rglob("*")} - {".lock"}  # a kill leaves the lock file, not the lock
-    assert left == {path.name for path in whole.rglob("*")}
+    assert paths_in(folder) == paths_in(whole)
+
+
+def paths_in(folder):
+    """Returns all files and folders below a folder, relative to it."""
+    return {path.relative_to(folder) for path in folder.rglob("*")}

@@ -37,7 +37,7 @@ from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import TEST_FALLBACK, Evaluation, Step, by_class
 from fedhassle.runs.run import Run
 from fedhassle.runs.trackers import require_installed
-from fedhassle.runs.train import log_to_file, train_in_federation
+from fedhassle.runs.train import log_to_file, resumed, train_in_federation
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -69,12 +69,14 @@ def coordinate(
             sites = Sites(transport, agreement, audit, clock)
             there = sites.gather(rules.minimum_sites, min(INTRODUCTIONS, rules.wait))
             run = prepared(folder, agreement)
+            start = resumed(run)
+            write_agreed(run)
             federation = FlowerFederation(sites, plan(uid, run), ClientState(folder.memory))
             evaluator = Evaluator(run, federation, images)
             require_evaluation(there, images)
             hashes = summary_hashes(agreement, run)
             for step in train_in_federation(
-                run, federation, evaluator, hashes, partial(participation, audit)
+                run, federation, evaluator, start, hashes, partial(participation, audit)
             ):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
@@ -119,15 +121,18 @@ def read_test_images(path: Path, agreement: Agreement) -> Images:
 
 
 def prepared(folder: Folder, agreement: Agreement) -> Run:
-    """Prepares the agreed run, or the one that the folder holds; writes its settings."""
+    """Prepares the agreed run, or the one that the folder holds."""
     settings, dataset = settings_in(folder, agreement), empty_dataset(agreement)
     require_installed(settings.track or ())
     method = agreed_method(settings, dataset)
-    settings = with_settings_of(method, settings)
-    tables = settings.as_toml()
+    return Run(folder, with_settings_of(method, settings), dataset, Split((), ()), method)
+
+
+def write_agreed(run: Run) -> None:
+    """Writes the settings of a run."""
+    tables = run.settings.as_toml()
     tables.pop("split")  # the server does not know it
-    write_text(folder.config, tomli_w.dumps(tables))
-    return Run(folder, settings, dataset, Split((), ()), method)
+    write_text(run.folder.config, tomli_w.dumps(tables))
 
 
 def plan(uid: str, run: Run) -> dict[str, Any]:
