@@ -5,6 +5,7 @@ Rulings, by their numbers here and elsewhere, are in docs/paper.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
