@@ -21,14 +21,14 @@ HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 def names_in(stream: IO[bytes]) -> list[str]:
     """Returns the names of the arrays in an .npz file."""
-    with zipfile.ZipFile(stream) as archive:
+    with archive_in(stream) as archive:
         return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
 
 
 def arrays_in(stream: IO[bytes], wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Reads the wanted arrays that an .npz file has; raises errors of many kinds if it is damaged."""
     most = max(ALWAYS, UNPACKED * stream.seek(0, 2))
-    with zipfile.ZipFile(stream) as archive:
+    with archive_in(stream) as archive:
         there = set(archive.namelist())
         members = {name: archive.getinfo(f"{name}.npy") for name in wanted if f"{name}.npy" in there}
         declared = sum(member.file_size for member in members.values())
@@ -44,6 +44,14 @@ def arrays_in(stream: IO[bytes], wanted: Sequence[str]) -> dict[str, NDArray[Any
             except Exception as error:  # of zipfile, the decompressors and NumPy
                 raise ValueError(f"{name}: {error or type(error).__name__}") from error
         return found
+
+
+def archive_in(stream: IO[bytes]) -> zipfile.ZipFile:
+    """Opens an .npz file; refuses one that starts with something else, over which zipfile would skip."""
+    stream.seek(0)
+    if stream.read(2) != b"PK":
+        raise ValueError("it is not an .npz file")
+    return zipfile.ZipFile(stream)
 
 
 def read_npy(stream: IO[bytes], size: int) -> NDArray[Any]:
