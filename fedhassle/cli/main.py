@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +27,8 @@ from fedhassle.cli import (
 )
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
+
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
 
 class PlainCommand(TyperCommand):
@@ -86,7 +92,29 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # α and ± on a terminal that cannot show them
     sys.path.insert(0, "")  # users keep their own methods and networks in the working folder
-    sys.exit(guarded(app))
+    try:
+        code: Any = guarded(app)
+    except SystemExit as ended:
+        code = ended.code
+    except KeyboardInterrupt:  # a second Ctrl-C, while a command ended because of the first
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        end_quietly()
+    sys.exit(code)
+
+
+def end_quietly() -> None:
+    """Ignores Ctrl-C from now on, and ends the process at once if threads still train.
+
+    Python would wait for them, and a second Ctrl-C in that time would end in a traceback or an abort. Files
+    are written atomically, so that nothing is half done.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(INTERRUPTED)
 
 
 def guarded(command: Callable[[], object]) -> int:

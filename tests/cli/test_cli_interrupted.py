@@ -4,6 +4,7 @@ import signal
 import subprocess
 import time
 
+import pytest
 import small
 import torch
 from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
@@ -103,3 +104,21 @@ def test_an_interrupt_signal_ends_with_code_130(words, tmp_path):
     assert running.returncode == 130 and err == b""
     assert f"fedhassle resume {folder}".encode() in out
     assert load_checkpoint(folder / "checkpoints", small.CPU).t >= 2
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+def test_a_second_interrupt_ends_quietly_while_clients_still_train(words, pause, tmp_path):
+    """Python would wait for their threads, then abort; here it ends without them."""
+    folder = tmp_path / "run"
+    long = [*words, "threads=2", "method.epochs=1000", "method.batch=1"]
+    command = interruptible("run", *long, "--out", folder)
+    running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_for((folder / "metrics.jsonl").exists, running)  # written before the first round
+        for _ in range(2):
+            time.sleep(pause)
+            running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=LIMIT)
+    finally:
+        running.kill()
+    assert running.returncode == 130 and err == b""
