@@ -5,10 +5,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install lint clean
+.PHONY: help run test test-faults install lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: .venv/installed ## install, then train HASSLE on the included images (about two minutes)
 	$(BIN)/fedhassle run
@@ -16,6 +16,9 @@ run: .venv/installed ## install, then train HASSLE on the included images (about
 test: .venv/installed-test ## install the test tools, then run the tests and `make lint`
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 	@$(MAKE) --no-print-directory lint
+
+test-faults: .venv/installed-test ## let every file operation of small runs fail in turn (about an hour)
+	$(BIN)/python -m pytest -m faults tests/runs/test_faults.py
 
 lint: .venv/installed-test ## check lint, format and types
 	$(BIN)/ruff check .

@@ -15,7 +15,15 @@ import pytest
 from small import LIMIT, call, checkpoints, cut, environment
 
 from fedhassle.errors import BusyError, UserError
-from fedhassle.files import atomic, json_lines, locked, remove_unfinished, write_json, write_text
+from fedhassle.files import (
+    atomic,
+    json_lines,
+    locked,
+    remove_stale_lock,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -33,6 +41,20 @@ def test_a_file_takes_its_place_when_the_block_ends(tmp_path):
         assert not path.exists()
     assert path.read_text("utf-8") == "αβγ"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    """Without fsync, a power failure after the rename may leave an empty file under the final name."""
+    path, synced, fsync = tmp_path / "words.txt", [], os.fsync
+
+    def watched(descriptor):
+        fsync(descriptor)
+        state = os.fstat(descriptor)
+        synced.append((state.st_ino, state.st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_text(path, "words")
+    assert synced == [(path.stat().st_ino, len("words"), False)]
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "there before"])
@@ -173,6 +195,18 @@ def test_json_has_no_nan_and_a_refused_value_leaves_the_old_file(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"α": [1, None]}
 
 
+def test_temporary_files_are_removed_by_age(tmp_path):
+    """Where several processes write, a new one may have a writer."""
+    old, new = tmp_path / ".writing-old", tmp_path / ".writing-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    remove_unfinished(tmp_path, 3600)
+    assert list(tmp_path.iterdir()) == [new]
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_temporary_files_are_removed(tmp_path):
     for name in (".writing-abc.json", ".writing-xyz", "writing-mine", ".hidden", "config.toml"):
         (tmp_path / name).touch()
@@ -289,6 +323,17 @@ def test_a_run_of_another_process_cannot_be_resumed(eight_rounds, tmp_path):
     assert code == 2 and f"another process is at work in {folder}" in err
     assert [path.read_bytes() for path in files] == before
     assert call("resume", folder)[0] == 0
+
+
+@UNIX
+def test_a_lock_file_is_removed_unless_a_process_holds_it(tmp_path):
+    (tmp_path / ".lock").touch()
+    remove_stale_lock(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with held(tmp_path):
+        remove_stale_lock(tmp_path)
+        with pytest.raises(BusyError), locked(tmp_path):
+            pytest.fail("two are in the folder")
 
 
 # Files that grow

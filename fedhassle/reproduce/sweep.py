@@ -146,7 +146,6 @@ class Sweep:
             parts = (lock, folder.path / LOCK, folder.checkpoints, folder.memory)
             if any(part.exists() for part in parts):
                 with suppress(BusyError), locked(lock):
-                    remove_stale_lock(folder.path)
                     if folder.finished:
                         clear(folder)
 
@@ -279,7 +278,8 @@ def summary_of(cell: Cell, folder: Folder) -> Metrics | None:
 
 
 def clear(folder: Folder) -> None:
-    """Removes the files that only an unfinished run needs."""
+    """Removes the files that only an unfinished run needs, and the lock file of a killed process."""
+    remove_stale_lock(folder.path)
     for part in (folder.checkpoints, folder.memory):
         shutil.rmtree(part, ignore_errors=True)
 

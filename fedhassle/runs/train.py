@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,11 @@ class LogFile(logging.FileHandler):
         """Ignores errors of the disk, which logging would print with a traceback for every line."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        """Closes the file, even if its last lines cannot be written."""
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager

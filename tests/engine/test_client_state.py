@@ -270,6 +270,37 @@ def test_an_unreadable_file_does_not_advise_to_remove_checkpoints(memory, monkey
     assert "remove" not in str(caught.value)
 
 
+def test_the_kept_rounds_follow_what_is_saved_and_removed(memory):
+    memory.rewind(0)
+    for t, clients in ((1, ("ann", "bob", "cat")), (2, ("ann",)), (3, ("bob",))):
+        for client in clients:
+            memory.save(client, t, value(t))
+        memory.prune(list(range(1, t + 1)))
+    assert memory.kept() == {"ann": 2, "bob": 3, "cat": 1}
+    memory.rewind(2)
+    assert memory.kept() == {"ann": 2, "bob": 1, "cat": 1}
+    memory.forget("cat")
+    assert memory.kept() == {"ann": 2, "bob": 1}
+    memory.rewind(0)
+    assert memory.kept() == {}
+
+
+def test_a_state_that_a_checkpoint_needs_is_missed(memory):
+    """An older one of the same client does not stand in for it."""
+    memory.rewind(9)
+    for t in (2, 4):
+        memory.save("ann", t, value(t))
+    memory.require({"ann": 4})
+    sorted(memory.folder.rglob("round-*"))[-1].unlink()
+    with pytest.raises(
+        UserError, match=r"round-000004\.safetensors, the state of 'ann' after round 4, is missing"
+    ):
+        memory.require({"ann": 4})
+    again = ClientState(memory.folder)
+    again.require({"ann": 2})
+    assert again.kept() == {"ann": 2}
+
+
 @pytest.mark.parametrize("about", [{"client": "bob", "round": 4}, {"client": "ann", "round": 3}, {}, [1]])
 def test_a_file_of_another_client_or_round_is_an_error(about, memory):
     memory.save("ann", 4, value(4))
@@ -513,7 +544,8 @@ def test_ten_thousand_clients_cost_no_more_than_the_hundred_that_train(tmp_path,
         assert len(list((tmp_path / "memory").iterdir())) == len(drawn)
     assert 300 < len(drawn) <= 400
     assert {client for client, _ in kept_by(tmp_path)} == drawn
-    assert max(path.stat().st_size for path in small.checkpoints(tmp_path)) < 5_000
+    # The model and the metrics; of each client its name and a number.
+    assert max(path.stat().st_size for path in small.checkpoints(tmp_path)) < 5_000 + 25 * len(drawn)
     assert count_tensors() - tensors < 30
 
 

@@ -83,6 +83,23 @@ def test_the_bytes_of_a_dropped_update_count():
     assert line["bytes_up"] == {"full": 14, "partial": 0, "unlabelled": 0}
 
 
+def with_losses(done, *losses):
+    """A round whose replies have these losses."""
+    replies = [
+        reply._replace(update=reply.update._replace(losses={k: torch.tensor(v) for k, v in loss.items()}))
+        for reply, loss in zip(done.replies, losses, strict=True)
+    ]
+    return done._replace(replies=tuple(replies))
+
+
+def test_the_mean_loss_of_some_rounds_is_weighted_by_samples():
+    """ann: 1 by 3 samples in both rounds; bob: 5 by 9 samples, then nothing: (2·3·1 + 9·5)/15 = 3.4."""
+    done = one_round(Scripted({"ann": (3, [1.0]), "bob": (9, [1.0])}), {"w": torch.zeros(1)})
+    first, second = with_losses(done, {"w": 1.0}, {"w": 5.0}), with_losses(done, {"w": 1.0}, {})
+    assert line_of(FedAvg(NET), first, second)["loss"] == {"w": pytest.approx(3.4)}
+    assert line_of(FedAvg(NET), with_losses(done, {}, {}))["loss"] == {"w": None}
+
+
 def with_labels(done, *counts):
     """A round whose replies have these counts of pseudo-labels."""
     replies = [

@@ -35,7 +35,7 @@ from fedhassle import losses
 from fedhassle.data.split.split import pooled
 from fedhassle.data.views import UNIFORMS
 from fedhassle.engine.client import train
-from fedhassle.method import Batch, Client, Model, Update, as_models
+from fedhassle.method import Batch, Client, Model, Update, as_models, mean_steps
 from fedhassle.methods import (
     METHODS,
     Alone,
@@ -926,6 +926,19 @@ def test_the_central_reference_makes_as_many_steps_as_fedavg_on_average(tmp_path
     clients = [Client("k", len(labelled), len(unlabelled)) for labelled, unlabelled in counts]
     steps = [phase.length(client) for client in clients for phase in fedavg.method.phases(client, 1)]
     assert central.method.steps == round(sum(steps) * 8 / 20) == 56
+
+
+@pytest.mark.parametrize(
+    ("labels", "drawn", "steps"),
+    [
+        ([8, 16, 17, 17, 0], 2, 4),  # 9 steps of five clients: 2/5 · 9 = 3.6
+        ([8, 16, 17, 0, 0], 2, 2),  # 2/5 · 6 = 2.4
+        ([3, 0, 0, 0, 0], 1, 1),  # 0.2, but at least one
+    ],
+)
+def test_the_mean_number_of_steps_is_rounded_to_the_nearest(labels, drawn, steps):
+    clients = [Client(f"client {k}", n, 4) for k, n in enumerate(labels)]
+    assert mean_steps(FedAvg(NET, batch=8, epochs=1), clients, drawn) == steps
 
 
 @pytest.mark.parametrize(

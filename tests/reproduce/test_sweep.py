@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -272,6 +273,38 @@ def test_a_finished_run_that_the_ledger_lacks_is_not_trained_again(made, tiny, t
     shutil.copytree(made[0] / "runs", tmp_path / "runs")
     code, _ = make(tiny, tmp_path)
     assert code == 0 and results(tmp_path) == results(made[0])
+
+
+def test_what_a_kill_left_of_a_finished_run_is_removed(made, tiny, tmp_path, idle):
+    """Killed after its result was in the ledger; but a run that is not finished keeps its checkpoints."""
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    first, second, busy, *_ = sorted((tmp_path / "runs").iterdir())
+    for home in (first, second, busy):
+        (home / "checkpoints").mkdir()
+        home.with_suffix(".lock").touch()
+    (first / ".lock").touch()
+    (second / "summary.json").unlink()
+    with locked(busy.with_suffix(".lock")):
+        assert make(tiny, tmp_path)[0] == 0
+        assert (busy / "checkpoints").exists()
+    left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    whole = {path.relative_to(made[0]) for path in made[0].rglob("*")}
+    assert {path.name for path in left - whole} == {"checkpoints"}
+    assert {path.parent.name for path in left - whole} == {second.name, busy.name}
+
+
+def test_an_abandoned_file_in_the_ledger_is_removed(made, tiny, tmp_path):
+    """A new one may belong to another process."""
+    shutil.copytree(made[0] / "runs", tmp_path / "runs")
+    (tmp_path / "results" / "small.npz").mkdir(parents=True)
+    old, new = (tmp_path / "results" / "small.npz" / f".writing-{age}.json" for age in ("old", "new"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    assert make(tiny, tmp_path)[0] == 0
+    assert list((tmp_path / "results").rglob(".writing-*")) == [new]
+    new.unlink()
+    assert results(tmp_path) == results(made[0])
 
 
 # Several processes, several ledgers

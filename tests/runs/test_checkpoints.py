@@ -1,21 +1,24 @@
 """Damage to the files of a run: detected, repaired, or refused."""
 
 import errno
+import logging
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import small
 import torch
-from small import assert_same_result, call, checkpoints, cut, metrics_of
+from small import assert_same_result, call, checkpoints, cut, metrics_of, tensors_of
 
 from fedhassle.engine import tensor_files
-from fedhassle.engine.tensor_files import write_arrays
+from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.federation.server.coordinate import best_so_far
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.folder import Folder, claim
 from fedhassle.runs.run import reopen
-from fedhassle.runs.train import train_run
+from fedhassle.runs.train import log_to_file, train_run
 from fedhassle.settings.request import request
 
 
@@ -226,3 +229,142 @@ def test_a_damaged_file_of_settings_or_split_is_a_user_error(name, damage, eight
     (folder / name).write_bytes(damage((folder / name).read_bytes()))
     code, _, err = call("resume", folder)
     assert code == 2 and name in err
+
+
+# Changes that leave every file valid
+
+
+def rewritten(path, old, new):
+    """Replaces a text that occurs once in a file; returns the file's content before."""
+    before = path.read_text("utf-8")
+    assert before.count(old) == 1
+    path.write_text(before.replace(old, new), "utf-8")
+    return before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("lr = 0.02", "lr = 0.03", "method.lr=0.03 instead of 0.02"),
+        ("seed = 0", "seed = 1", "seed=1 instead of 0"),
+        ("rounds = 8", "rounds = 9", "rounds=9 instead of 8"),
+        ("lr = 0.02", "", "method.lr="),
+    ],
+)
+def test_a_run_does_not_go_on_under_other_settings(old, new, said, eight_rounds, whole, tmp_path):
+    folder = tmp_path / "run"
+    cut([*eight_rounds, "method.lr=0.02"], folder, 5)
+    before = rewritten(folder / "config.toml", old, new)
+    changed = (folder / "config.toml").read_bytes()
+    code, _, err = call("resume", folder)
+    assert code == 2 and said in err and "checkpoint of round 4" in err
+    assert (folder / "config.toml").read_bytes() == changed  # it is left as it was found
+    (folder / "config.toml").write_text(before, "utf-8")
+    assert call("resume", folder)[0] == 0
+
+
+def test_without_its_checkpoints_a_run_starts_again_under_other_settings(eight_rounds, whole, tmp_path):
+    """As the message says."""
+    folder = tmp_path / "run"
+    cut([*eight_rounds, "method.lr=0.02"], folder, 5)
+    lr = small.summary_of(whole)["settings"]["method"]["lr"]
+    rewritten(folder / "config.toml", "lr = 0.02", f"lr = {lr}")
+    code, _, err = call("resume", folder)
+    assert code == 2 and f"remove {folder / 'checkpoints'} to train all rounds again" in err
+    shutil.rmtree(folder / "checkpoints")
+    assert call("resume", folder)[0] == 0
+    assert_same_result(folder, whole)
+
+
+def test_a_run_goes_on_with_other_threads(eight_rounds, whole, tmp_path):
+    """How it is computed may change."""
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 5)
+    rewritten(folder / "config.toml", "threads = 1", "threads = 2")
+    assert call("resume", folder)[0] == 0
+    mine, other = (tensors_of(home / "model.safetensors") for home in (folder, whole))
+    assert small.same(mine, other)
+
+
+def test_a_run_does_not_go_on_with_other_images(eight_rounds, images, tmp_path):
+    mine, folder = tmp_path / "mine.npz", tmp_path / "run"
+    shutil.copy(images, mine)
+    cut([f"data={mine}", *eight_rounds[1:]], folder, 5)
+    small.save_images(mine, small.dataset(train=240, seed=1))
+    code, _, err = call("resume", folder)
+    assert code == 2 and "the images have changed" in err and "data.name=" in err
+
+
+def test_settings_cut_after_any_line_are_refused(eight_rounds, tmp_path):
+    """What is left is often valid; its defaults would make another run."""
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 5)
+    config = folder / "config.toml"
+    lines = config.read_text("utf-8").splitlines(keepends=True)
+    for n in range(lines.index("residual_steps = 2\n") + 1):  # the lines after it are defaults
+        config.write_text("".join(lines[:n]), "utf-8")
+        code, _, err = call("resume", folder)
+        assert code == 2 and err.startswith("fedhassle: ") and len(err.splitlines()) == 1, (n, err)
+
+
+def test_a_checkpoint_of_an_older_version_is_read(eight_rounds, whole, tmp_path):
+    """It names neither settings nor states of clients."""
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 5)
+    for path in checkpoints(folder):
+        arrays, about = read_arrays(path)
+        assert about.pop("settings") and about.pop("kept") == {}
+        write_arrays(path, arrays, about)
+    code, out, _ = call("resume", folder)
+    assert code == 0 and "round 6/8" in out and "round 4/8" not in out
+    assert_same_result(folder, whole)
+
+
+def test_a_run_whose_client_lost_its_state_does_not_go_on(without_residuals, tmp_path):
+    """The unlabelled clients of RSCFed keep a teacher. The advice of the message repeats its round."""
+    words, folder, whole = (
+        [*without_residuals, "rounds=8", "method=rscfed"],
+        tmp_path / "run",
+        tmp_path / "whole",
+    )
+    assert call("run", *words, "--out", whole)[0] == 0
+    cut(words, folder, 6)
+    kept = small.kept_by(folder)
+    client, t = max(kept, key=lambda one: one[1])
+    (lost,) = [
+        path
+        for path in (folder / "memory").rglob("round-*")
+        if read_arrays(path)[1] == {"client": client, "round": t}
+    ]
+    lost.unlink()
+    code, _, err = call("resume", folder)
+    assert code == 2 and f"{lost}, the state of {client!r} after round {t}, is missing" in err
+    assert f"remove the checkpoints of round {t} and later" in err
+    for path in checkpoints(folder):
+        if int(path.stem[-6:]) >= t:
+            path.unlink()
+    assert call("resume", folder)[0] == 0
+    assert_same_result(folder, whole)
+
+
+def test_a_killed_process_leaves_no_old_checkpoints(eight_rounds, whole, tmp_path):
+    """It was killed after it had written its last checkpoint, before it removed the oldest."""
+    folder = tmp_path / "run"
+    cut(eight_rounds, folder, 6)
+    oldest = checkpoints(folder)[0]
+    content = oldest.read_bytes()
+    cut_again = train_run(reopen(folder))
+    for _ in range(2):
+        next(cut_again)
+    cut_again.close()
+    oldest.write_bytes(content)
+    assert len(checkpoints(folder)) == 3
+    assert call("resume", folder)[0] == 0
+    assert_same_result(folder, whole)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_under_the_log_is_no_error(capsys):
+    with log_to_file(Path("/dev/full"), alone=True):
+        logging.getLogger("fedhassle").warning("words")
+    assert "Traceback" not in capsys.readouterr().err

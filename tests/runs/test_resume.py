@@ -88,6 +88,14 @@ def test_a_finished_run_says_so_and_changes_nothing(whole):
     assert files_in(whole) == before
 
 
+def test_the_lock_file_of_a_process_that_was_killed_at_the_end_is_removed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    for again in (lambda: call("resume", tmp_path / "run"), lambda: fedhassle.run(out=tmp_path / "run")):
+        (tmp_path / "run" / ".lock").touch()
+        again()
+        assert_same_result(tmp_path / "run", whole)
+
+
 def test_python_returns_the_result_of_a_finished_run_and_changes_nothing(whole):
     before = files_in(whole)
     result = fedhassle.run(out=whole, quiet=True)
