@@ -24,18 +24,18 @@ def test_a_run_that_diverges_ends_with_code_1_and_a_clear_message(words, tmp_pat
 
 
 EXPLODES = """
+    import os
     from dataclasses import dataclass
     from fedhassle import Phase
     from fedhassle.methods.fedavg import FedAvg
 
     @dataclass(frozen=True)
     class Explodes(FedAvg):
-        "FedAvg that diverges in its third round."
-        healed: bool = False
+        "FedAvg that diverges in its third round, on a machine that is not healed."
 
         def phases(self, client, t):
             found = super().phases(client, t)
-            return found if self.healed or t < 3 else tuple(map(self.broken, found))
+            return found if "HEALED" in os.environ or t < 3 else tuple(map(self.broken, found))
 
         def broken(self, phase):
             (descent,) = phase.descents
@@ -44,7 +44,7 @@ EXPLODES = """
 """
 
 
-def test_the_last_good_checkpoint_stays_after_divergence(without_residuals, module, tmp_path):
+def test_the_last_good_checkpoint_stays_after_divergence(without_residuals, module, monkeypatch, tmp_path):
     module("own_explodes", EXPLODES)
     mine, folder = [*without_residuals, "method=own_explodes:Explodes", "evaluate_every=1"], tmp_path / "run"
     code, _, err = call("run", *mine, "--out", folder)
@@ -53,10 +53,9 @@ def test_the_last_good_checkpoint_stays_after_divergence(without_residuals, modu
     assert kept.t == 2 and all(torch.isfinite(array).all() for array in kept.state.values())
     assert [line["round"] for line in metrics_of(folder)] == [1, 2]
     assert call("resume", folder)[0] == 1  # diverges again, from the same round
-    config = folder / "config.toml"
-    config.write_text(config.read_text("utf-8").replace("healed = false", "healed = true"))
+    monkeypatch.setenv("HEALED", "1")
     assert call("resume", folder)[0] == 0
-    assert call("run", *mine, "method.healed=true", "--out", tmp_path / "whole")[0] == 0
+    assert call("run", *mine, "--out", tmp_path / "whole")[0] == 0
     assert but_seconds(metrics_of(folder)) == but_seconds(metrics_of(tmp_path / "whole"))
 
 
