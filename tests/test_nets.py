@@ -367,7 +367,7 @@ def test_a_capture_waits_for_eager_networks_and_they_wait_for_a_capture():
     def first():
         with lock.eager():
             running.set()
-            assert go.wait(20)
+            assert go.wait(small.LIMIT)
             with lock.eager():  # re-entrant, even while a capture waits
                 order.append("first")
 
@@ -381,7 +381,7 @@ def test_a_capture_waits_for_eager_networks_and_they_wait_for_a_capture():
 
     threads = [threading.Thread(target=target) for target in (first, capture, second)]
     threads[0].start()
-    assert running.wait(20)
+    assert running.wait(small.LIMIT)
     threads[1].start()
     while not lock._waiting:
         time.sleep(0.001)
@@ -389,7 +389,7 @@ def test_a_capture_waits_for_eager_networks_and_they_wait_for_a_capture():
     assert order == []
     go.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(small.LIMIT)
     assert order == ["first", "capture", "second"]  # a waiting capture goes before new eager work
 
 

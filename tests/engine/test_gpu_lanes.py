@@ -384,7 +384,7 @@ def test_a_stream_may_come_back_while_another_is_taken():
     taken = []
     thread = threading.Thread(target=lambda: taken.append(streams.take(device, FIRST)), daemon=True)
     thread.start()
-    thread.join(600)
+    thread.join(small.LIMIT)
     assert [stream.priority for stream in taken] == [FIRST]
     assert not came_back.alive
     assert held in [streams.take(device) for _ in range(EACH)]

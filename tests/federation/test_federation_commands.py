@@ -217,7 +217,7 @@ def test_started_processes_import_from_the_working_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"
     with processes.running([sys.executable, "-P", "-c", "import lies_here"], None, log) as process:
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(small.LIMIT) == 0, log.read_text()
     assert "found" in log.read_text()
 
 
@@ -347,7 +347,7 @@ def test_a_started_process_ends_with_the_one_that_started_it(tmp_path):
         while "time" not in " ".join(started.cmdline()) and process_tree.is_alive(started):
             time.sleep(0.05)
         process.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + small.LIMIT
     while process_tree.is_alive(started) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = process_tree.is_alive(started)
@@ -528,7 +528,7 @@ def test_the_demo_trains_a_model_and_leaves_no_process(tmp_path):
         env=small.environment(PATH="/usr/bin:/bin"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=2 * small.LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

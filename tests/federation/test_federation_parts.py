@@ -29,6 +29,7 @@ from flwr.serverapp import ServerApp
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from small import LIMIT
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import write_agreement
@@ -416,7 +417,7 @@ def test_a_child_is_ended_in_any_process_group(how, tmp_path):
 def test_a_child_is_ended_after_its_parent_has_ended(tmp_path):
     log = tmp_path / "log.txt"
     with processes.running(parent("pass"), tmp_path, log) as process:
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT) == 0
         child = psutil.Process(int(log.read_text()))
         assert process_tree.is_alive(child)
     assert not process_tree.is_alive(child)
@@ -435,7 +436,7 @@ def test_a_process_that_leads_no_group_is_ended_alone():
 
 def test_a_zombie_is_not_alive():
     process = subprocess.Popen([sys.executable, "-c", "pass"])
-    zombie, deadline = psutil.Process(process.pid), time.monotonic() + 60
+    zombie, deadline = psutil.Process(process.pid), time.monotonic() + LIMIT
     while process_tree.is_alive(zombie) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert zombie.status() == psutil.STATUS_ZOMBIE and not process_tree.is_alive(zombie)
@@ -462,7 +463,7 @@ def test_the_app_is_two_modules_that_flower_can_build(tmp_path, monkeypatch):
         env=processes.environment(tmp_path / "home"),
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert [path.suffix for path in tmp_path.rglob("*.fab")] == [".fab"]

