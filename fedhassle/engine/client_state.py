@@ -86,7 +86,7 @@ class ClientState:
     def rewind(self, t: int) -> None:
         """Removes the files of later rounds than t, from which the run resumes. Scans every client."""
         self._newest = t
-        for home in list(self.folder.glob("*/")):
+        for home in sorted(self.folder.glob("*/")):
             remove_unfinished(home)
             there = round_files(home)
             self._trim(home, there, {n for n in there if n <= t})
@@ -101,7 +101,7 @@ class ClientState:
         Only clients with several files are scanned, so the cost does not grow with the number of clients.
         """
         self._newest = max(rounds)
-        for home in tuple(self._several):
+        for home in sorted(self._several):  # in a fixed order, so that a fault can be repeated
             there = round_files(home)
             needed = {max((n for n in there if n <= t), default=0) for t in (*rounds, math.inf)}
             self._trim(home, there, needed)
