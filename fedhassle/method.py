@@ -362,8 +362,8 @@ def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:
 
 def require_float32(name: str, value: object) -> None:
     """Raises `UserError` if a number is infinite in the float32 of training, as 1e39 is."""
-    fits = not isinstance(value, int | float) or abs(value) <= LARGEST
-    require(fits, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
+    beyond = isinstance(value, int | float) and abs(value) > LARGEST  # NaN is left to the checks of a setting
+    require(not beyond, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
 
 
 def require_confidence(value: float) -> None:
