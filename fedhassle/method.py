@@ -384,10 +384,8 @@ def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:
 
 def require_float32(name: str, value: object) -> None:
     """Raises `UserError` if a number is infinite in the float32 of training, as 1e39 is."""
-    too_large = isinstance(value, int | float) and abs(value) > LARGEST
-    require(
-        not too_large, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}"
-    )
+    beyond = isinstance(value, int | float) and abs(value) > LARGEST  # NaN is left to the checks of a setting
+    require(not beyond, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
 
 
 def require_confidence(value: float) -> None:
