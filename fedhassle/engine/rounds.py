@@ -99,8 +99,8 @@ def split_finite(replies: Sequence[Reply], t: int) -> tuple[tuple[Reply, ...], t
     if bad and not good:
         raise DivergedError(
             f"round {t}: the updates of all clients ({', '.join(bad)}) contain NaN or infinite values; "
-            "earlier checkpoints are kept. Start a new run with a smaller method.lr, or with gradient clipping "
-            "(method.clip=1)."
+            "earlier checkpoints are kept. Start a new run with a smaller method.lr, or with gradient "
+            "clipping (method.clip=1)."
         )
     if bad:
         log.warning("round %d: dropped %s: NaN or infinite values in the update", t, ", ".join(bad))
