@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -95,9 +96,34 @@ def stamp(path: Path) -> Stamp:
     return found.st_size, found.st_mtime_ns
 
 
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """Returns the sorted paths in a folder whose names match; none if there is no such folder.
+
+    A folder that cannot be read raises: `Path.glob` would return nothing, as if the files did not exist.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    return [path for path in paths if fnmatch.fnmatch(path.name, pattern)]
+
+
+def paths_below(folder: Path, pattern: str) -> list[Path]:
+    """As `paths_in`, at any depth."""
+    if not folder.exists():
+        return []
+    found = (Path(home) / name for home, _, names in os.walk(folder, onerror=fail) for name in names)
+    return sorted(path for path in found if fnmatch.fnmatch(path.name, pattern))
+
+
+def fail(error: OSError) -> NoReturn:
+    """Raises an error that `os.walk` would ignore."""
+    raise error
+
+
 def remove_unfinished(folder: Path, age: float = 0.0) -> None:
     """Removes the temporary files of writers that were killed: those of at least this age in seconds."""
-    for path in folder.glob(f"{UNFINISHED}*"):
+    for path in paths_in(folder, f"{UNFINISHED}*"):
         with suppress(FileNotFoundError):  # its writer has just finished
             if time.time() - path.stat().st_mtime >= age:
                 path.unlink()

@@ -1,6 +1,7 @@
 """Atomic writes, locks, and files that are still growing."""
 
 import contextlib
+import errno
 import inspect
 import json
 import os
@@ -19,6 +20,8 @@ from fedhassle.files import (
     atomic,
     json_lines,
     locked,
+    paths_below,
+    paths_in,
     remove_stale_lock,
     remove_unfinished,
     write_json,
@@ -334,6 +337,28 @@ def test_a_lock_file_is_removed_unless_a_process_holds_it(tmp_path):
         remove_stale_lock(tmp_path)
         with pytest.raises(BusyError), locked(tmp_path):
             pytest.fail("two are in the folder")
+
+
+# Folders that cannot be read
+
+
+@pytest.mark.parametrize("find", [paths_in, paths_below])
+def test_a_folder_that_cannot_be_read_is_an_error_not_an_empty_folder(find, tmp_path, monkeypatch):
+    assert find(tmp_path / "missing", "*") == []
+    below = tmp_path / "b" / "3.txt"
+    below.parent.mkdir()
+    for path in (tmp_path / "2.txt", tmp_path / "1.txt", tmp_path / "1.json", below):
+        path.touch()
+    expected = [tmp_path / "1.txt", tmp_path / "2.txt"]
+    assert find(tmp_path, "*.txt") == (expected if find is paths_in else [*expected, below])
+
+    def broken(path):
+        raise OSError(errno.EIO, "input/output error", str(path))
+
+    monkeypatch.setattr(os, "listdir", broken)
+    monkeypatch.setattr(os, "scandir", broken)
+    with pytest.raises(OSError, match="input/output error"):
+        find(tmp_path, "*.txt")
 
 
 # Files that grow

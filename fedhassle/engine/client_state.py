@@ -14,7 +14,7 @@ import torch
 
 from fedhassle.engine.tensor_files import read_arrays, round_file, round_files, write_arrays
 from fedhassle.errors import DamagedError, UserError
-from fedhassle.files import remove_unfinished
+from fedhassle.files import paths_in, remove_unfinished
 from fedhassle.vectors import Arrays
 
 
@@ -86,7 +86,7 @@ class ClientState:
     def rewind(self, t: int) -> None:
         """Removes the files of later rounds than t, from which the run resumes. Scans every client."""
         self._newest = t
-        for home in sorted(self.folder.glob("*/")):
+        for home in filter(Path.is_dir, paths_in(self.folder, "*")):
             remove_unfinished(home)
             there = round_files(home)
             self._trim(home, there, {n for n in there if n <= t})

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fedhassle.errors import DamagedError, UserError
-from fedhassle.files import atomic
+from fedhassle.files import atomic, paths_in
 from fedhassle.vectors import Arrays
 
 DIGITS = 6  # of the round in a file name, so that names sort by round
@@ -71,5 +71,5 @@ def round_file(folder: Path, t: int) -> Path:
 
 def round_files(folder: Path) -> dict[int, Path]:
     """Files of a folder by round, oldest first."""
-    names = sorted(folder.glob(f"round-{'[0-9]' * DIGITS}.safetensors"))
-    return {int(path.stem.removeprefix("round-")): path for path in names}
+    paths = paths_in(folder, f"round-{'[0-9]' * DIGITS}.safetensors")
+    return {int(path.stem.removeprefix("round-")): path for path in paths}

@@ -14,6 +14,7 @@ from fedhassle.files import (
     Stamp,
     check_writable,
     file_name,
+    paths_below,
     remove_unfinished,
     stamp,
     write_json,
@@ -52,7 +53,7 @@ class Ledger:
 
     def refresh(self) -> None:
         """Reads new and changed files; a file may have been incomplete while it was copied."""
-        found = sorted(self.folder.rglob("*.json"))
+        found = paths_below(self.folder, "*.json")
         stamps = {path: stamp(path) for path in found if not path.name.startswith(UNFINISHED)}
         changed = [path for path in stamps if stamps[path] != self._stamps.get(path)]
         self._stamps |= stamps
@@ -96,7 +97,7 @@ class Ledger:
         """Refuses a folder that cannot be written, before anything trains; removes abandoned files."""
         try:
             check_writable(self.folder)
-            for folder in {path.parent for path in self.folder.rglob(f"{UNFINISHED}*")}:
+            for folder in {path.parent for path in paths_below(self.folder, f"{UNFINISHED}*")}:
                 remove_unfinished(folder, ABANDONED)
         except OSError as error:
             why = error.strerror or error
