@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 
 from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.errors import UserError
-from fedhassle.names import brief
-from fedhassle.settings.schema import MethodSettings, method_class, method_table
+from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -54,7 +53,4 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     try:
         return model.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])[:50] or "metadata"
-        given = "" if first["type"] == "missing" else f", got {brief(first['input'])}"
-        raise UserError(f"{where}: {first['msg']}{given}") from error
+        raise UserError(first_mistake(error)) from error

@@ -173,6 +173,14 @@ def explain(model: type[BaseModel], error: Any, method: str) -> str:
     return f"unknown setting {brief(key)}{f' of {method}' if tables == ['method'] else ''}{hint}"
 
 
+def first_mistake(error: ValidationError) -> str:
+    """The first wrong entry of a file's metadata, in a line, whatever the file has for keys and values."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])[:50] or "metadata"
+    given = "" if first["type"] == "missing" else f", got {brief(first['input'])}"
+    return f"{where if where.isprintable() else repr(where)}: {first['msg']}{given}"
+
+
 @functools.cache
 def settings_model(method: type[Method], name: str) -> type[Settings]:
     """`Settings` whose [method] has the fields of a method; cached, since a report checks a thousand runs."""
