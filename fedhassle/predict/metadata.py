@@ -6,10 +6,19 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.errors import UserError
+from fedhassle.names import class_name
 from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
 
 M = TypeVar("M", bound=BaseModel)
@@ -25,7 +34,7 @@ class ModelMetadata(BaseModel):
     method: MethodSettings
     net: str
     shape: tuple[Literal[1, 3], Side, Side]  # channels, height, width
-    class_names: tuple[str, ...] = Field(min_length=1)
+    class_names: tuple[Annotated[str, AfterValidator(class_name)], ...] = Field(min_length=1)
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[PositiveFloat, ...]
 

@@ -7,15 +7,16 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedhassle.data.split.layout import KINDS
 from fedhassle.engine.rounds import Reply, Round, takes_part, trainable
 from fedhassle.errors import UserError
 from fedhassle.method import Client, Method
+from fedhassle.names import class_name
 from fedhassle.runs.folder import Folder, resume_command
 from fedhassle.settings.schema import first_mistake
 
@@ -200,7 +201,9 @@ class Summary(BaseModel):
     headline: str
     modes: dict[str, str] = {}  # not in old summaries
     accuracy: dict[str, Score]
-    class_accuracy: dict[str, float | None] = {}  # not in old summaries
+    class_accuracy: dict[
+        Annotated[str, AfterValidator(class_name)], float | None
+    ] = {}  # not in old summaries
     seconds: float
     history: list[EvaluatedRound] = Field(min_length=1)
 

@@ -23,7 +23,7 @@ from fedhassle.engine.tensor_files import round_files, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
-from fedhassle.names import brief, some_of
+from fedhassle.names import brief, escaped, some_of
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import (
@@ -182,9 +182,9 @@ def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]
     made = now if start.settings is None else start.settings
     changed = [key for key in (now | made) if now.get(key) != made.get(key)]
     if changed:
-        names = [key if key.isprintable() else repr(key) for key in changed]
-        values = [f"{brief(now.get(key))} instead of {brief(made.get(key))}" for key in changed]
-        pairs = [f"{name[:50]}={value}" for name, value in zip(names, values, strict=True)]
+        pairs = [
+            f"{escaped(key)[:50]}={brief(now.get(key))} instead of {brief(made.get(key))}" for key in changed
+        ]
         since = f"the checkpoint of round {start.t}" if start.t else "the run began"
         raise UserError(
             f"{folder.config} or the images have changed since {since}: {some_of(pairs, 3)}. "

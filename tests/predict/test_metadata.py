@@ -152,6 +152,8 @@ def test_the_line_says_which_entry_is_wrong(model, tmp_path):
         (("method", "lr"), "fast", "lr: Input should be a valid number, got 'fast'"),
         (("method", "lr"), 1e39, r"lr must be at most 3.4e\+38"),
         (("method", "unheard_of"), 1, "unheard_of: Extra inputs are not permitted, got 1"),
+        (("class_names", 0), "cat\x1b[2J", r"class_names.0: .*'cat\\x1b\[2J' cannot name a class"),
+        (("class_names", 1), "cat\u202e", r"class_names.1: .*'cat\\u202e' cannot name a class"),
         (("net",), "lenet5", "needs the network 'lenet5'"),
     ]:
         path = written(tmp_path / "wrong.safetensors", arrays, json.dumps(changed(about, at, value)))
