@@ -1,15 +1,20 @@
-"""Names: built-in ones and import paths, hints for misspelt ones, and lists of them in a sentence."""
+"""Names: of classes, built-in ones and import paths, hints for misspelt ones, and lists in a sentence."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fedhassle.errors import UserError
 
 T = TypeVar("T")
+
+CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # categories: control characters, lone surrogates, ends of lines
+OVERRIDES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # bidirectional classes
 
 
 def nearest(name: str, known: Iterable[str], above: str = "") -> str:
@@ -40,6 +45,29 @@ def brief(value: object, most: int = 100) -> str:
     """Returns the repr of a value, without its middle if it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 4) :]}"
+
+
+def is_control(character: str) -> bool:
+    """True for a character that a terminal obeys: ESC, the end of a line, a change of direction."""
+    return unicodedata.category(character) in CONTROLS or unicodedata.bidirectional(character) in OVERRIDES
+
+
+def escaped(text: str) -> str:
+    """Returns a text of a file with its control characters escaped, for a message."""
+    return "".join(ascii(one)[1:-1] if is_control(one) else one for one in text)
+
+
+def class_name(name: str, where: str = "") -> str:
+    """Returns the name of a class; refuses control characters, by which a file could write to a terminal."""
+    if has_controls(name):
+        raise UserError(f"{where}{brief(name)} cannot name a class: it has control characters")
+    return name
+
+
+@functools.lru_cache
+def has_controls(text: str) -> bool:
+    """True for a text with control characters; cached, since label files repeat few names."""
+    return any(map(is_control, text))
 
 
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:

@@ -25,7 +25,8 @@ HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names
 ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
 CONFIGURED = {  # what reads settings outside settings/
     "runs/about.py",
-    "runs/record.py",  # checks summaries by a pydantic model, as settings are checked
+    "runs/checkpoints.py",  # checks their metadata by a pydantic model, as settings are checked
+    "runs/record.py",  # checks summaries in the same way
     "runs/run.py",
     "runs/trackers.py",
     "predict/metadata.py",  # checks the metadata of models in the same way

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 console = Console()
 say = partial(terminal.say, console)
 
-PATIENCE = 120.0  # seconds for the server, and for each node, to start
+PATIENCE = 600.0  # seconds for the server, and for each node, to start
 SETTINGS = ("method.epochs=3", "method.residual_steps=20", "evaluate_every=1")
 
 

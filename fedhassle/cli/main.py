@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand
@@ -29,6 +30,10 @@ from fedhassle.errors import DivergedError, UserError
 from fedhassle.version import package_version
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+STOPPING = "\nfedhassle: stopping; Ctrl-C again ends at once\n"  # below ^C, or a live line
+ENDED = "fedhassle: ended at once\n"
+SHOW_CURSOR = "\x1b[?25h"
+CLOSED = (AttributeError, OSError, ValueError)  # of a stream that nobody reads, or that is None
 
 
 class PlainCommand(TyperCommand):
@@ -92,29 +97,55 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # α and ± on a terminal that cannot show them
     sys.path.insert(0, "")  # users keep their own methods and networks in the working folder
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
+        signal.signal(signal.SIGINT, on_first_interrupt)
     try:
         code: Any = guarded(app)
     except SystemExit as ended:
         code = ended.code
-    except KeyboardInterrupt:  # a second Ctrl-C, while a command ended because of the first
+    except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        end_quietly()
+        end_interrupted()
     sys.exit(code)
 
 
-def end_quietly() -> None:
-    """Ignores Ctrl-C from now on, and ends the process at once if threads still train.
+# Ctrl-C
 
-    Python would wait for them, and a second Ctrl-C in that time would end in a traceback or an abort. Files
-    are written atomically, so that nothing is half done.
+
+def on_first_interrupt(*_: object) -> None:
+    """Stops the command in good order; what trains in other threads is waited for."""
+    signal.signal(signal.SIGINT, on_second_interrupt)
+    write_at_once(sys.stderr, STOPPING)
+    raise KeyboardInterrupt
+
+
+def on_second_interrupt(*_: object) -> None:
+    """Ends the process wherever it is. Files are written atomically, so that nothing is half done."""
+    with suppress(*CLOSED):
+        if sys.stdout.isatty():
+            write_at_once(sys.stdout, SHOW_CURSOR)  # a live line hides it
+    write_at_once(sys.stderr, ENDED)
+    os._exit(INTERRUPTED)
+
+
+def write_at_once(stream: TextIO, text: str) -> None:
+    """Writes past the buffer of a stream, which the interrupted code may be using."""
+    with suppress(*CLOSED):
+        os.write(stream.fileno(), text.encode("ascii"))
+
+
+def end_interrupted() -> None:
+    """Ends the process without Python's own end: it takes seconds with PyTorch, deaf to a second Ctrl-C.
+
+    Threads that still train are not waited for, and what is registered for the end would disturb them.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                stream.flush()
-        os._exit(INTERRUPTED)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(*CLOSED):
+            stream.flush()
+    if all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+    os._exit(INTERRUPTED)
 
 
 def guarded(command: Callable[[], object]) -> int:

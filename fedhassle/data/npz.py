@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedhassle.data.array_files import arrays_in, names_in, read_npy
 from fedhassle.data.download import RawData
 from fedhassle.errors import UserError
-from fedhassle.names import some_of
+from fedhassle.names import class_name, some_of
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -208,4 +208,4 @@ def class_names(found: Mapping[str, AnyArray], classes: int, path: Path) -> tupl
     if names.dtype.kind != "U" or listed is None:
         about = f"{names.dtype} of shape {names.shape}"
         raise UserError(f"{path}: class_names is {about}; expected {classes} strings, one per class")
-    return tuple(listed)
+    return tuple(class_name(name, f"{path}: ") for name in listed)

@@ -52,4 +52,5 @@ class Engine(NamedTuple):
             cudnn.benchmark, cudnn.deterministic = before[:2]
             for place, precision in zip(places, before[2:], strict=True):
                 place.fp32_precision = precision
-            torch.use_deterministic_algorithms(strict, warn_only=lax)
+            if self.deterministic:  # else nothing has changed, and the call imports a compiler for seconds
+                torch.use_deterministic_algorithms(strict, warn_only=lax)

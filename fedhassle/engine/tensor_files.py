@@ -48,6 +48,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise DamagedError(f"{path} is damaged: its checksum does not match its contents")
     try:
         about = json.loads(metadata["about"])
+        json.dumps(about, allow_nan=False)  # Python reads NaN and 1e999, and cannot write them as JSON again
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: its description is not JSON ({error})") from error
     if not isinstance(about, dict):

@@ -33,7 +33,7 @@ from fedhassle.data.site.folder import ImageForm
 from fedhassle.data.site.labels import UNLABELLED, nfc
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
-from fedhassle.names import brief, nearest, some_lines
+from fedhassle.names import brief, class_name, nearest, some_lines
 from fedhassle.settings.request import MACHINE, Request, expanded, parsed
 
 T = TypeVar("T")
@@ -90,8 +90,8 @@ def _checked_address(address: str) -> str:
 def _checked_classes(class_names: tuple[str, ...]) -> tuple[str, ...]:
     require(len(class_names) >= 2, f"expected two classes or more, got {list(class_names)}")
     for name in class_names:
-        fits = bool(name) and name == name.strip() and name.isprintable()
-        require(fits, f"{name!r} cannot name a class: it is empty, or has spaces around it, or line breaks")
+        fits = bool(name) and class_name(name) == name.strip()
+        require(fits, f"{name!r} cannot name a class: it is empty, or has spaces around it")
         require(name.lower() not in UNLABELLED, f"{name!r} cannot name a class: it means 'no label'")
     names = [nfc(name) for name in class_names]
     twice = [name for name in names if names.count(name) > 1]

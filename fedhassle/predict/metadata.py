@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.errors import UserError
-from fedhassle.names import brief
-from fedhassle.settings.schema import MethodSettings, method_class, method_table
+from fedhassle.names import class_name
+from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -26,7 +34,7 @@ class ModelMetadata(BaseModel):
     method: MethodSettings
     net: str
     shape: tuple[Literal[1, 3], Side, Side]  # channels, height, width
-    class_names: tuple[str, ...] = Field(min_length=1)
+    class_names: tuple[Annotated[str, AfterValidator(class_name)], ...] = Field(min_length=1)
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[PositiveFloat, ...]
 
@@ -54,7 +62,4 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     try:
         return model.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])[:50] or "metadata"
-        given = "" if first["type"] == "missing" else f", got {brief(first['input'])}"
-        raise UserError(f"{where}: {first['msg']}{given}") from error
+        raise UserError(first_mistake(error)) from error

@@ -7,16 +7,18 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedhassle.data.split.layout import KINDS
 from fedhassle.engine.rounds import Reply, Round, takes_part, trainable
 from fedhassle.errors import UserError
 from fedhassle.method import Client, Method
+from fedhassle.names import class_name
 from fedhassle.runs.folder import Folder, resume_command
+from fedhassle.settings.schema import first_mistake
 
 Metrics = dict[str, Any]
 """Plain data as in JSON: a line of metrics.jsonl (the rounds since the line before), or a summary."""
@@ -121,7 +123,9 @@ def metrics_line(metrics: Metrics) -> str:
 
 def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
     """The last accuracy, the best, and the mean of the last ten, of each prediction (ruling 20)."""
-    curves = {name: [m["accuracy"][name] for m in history] for name in history[-1]["accuracy"]}
+    # A checkpoint of an older version may lack a prediction.
+    names = [name for name in history[-1]["accuracy"] if all(name in m["accuracy"] for m in history)]
+    curves = {name: [m["accuracy"][name] for m in history] for name in names}
     return {
         name: {
             "last": curve[-1],
@@ -197,7 +201,9 @@ class Summary(BaseModel):
     headline: str
     modes: dict[str, str] = {}  # not in old summaries
     accuracy: dict[str, Score]
-    class_accuracy: dict[str, float | None] = {}  # not in old summaries
+    class_accuracy: dict[
+        Annotated[str, AfterValidator(class_name)], float | None
+    ] = {}  # not in old summaries
     seconds: float
     history: list[EvaluatedRound] = Field(min_length=1)
 
@@ -234,6 +240,4 @@ def require_schema(schema: type[BaseModel], summary: Metrics, file: Path) -> Non
     try:
         schema.model_validate(summary)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file} is not the summary of a run: {where}: {first['msg']}") from error
+        raise UserError(f"{file} is not the summary of a run: {first_mistake(error)}") from error

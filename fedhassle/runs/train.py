@@ -23,7 +23,7 @@ from fedhassle.engine.tensor_files import round_files, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
-from fedhassle.names import some_of
+from fedhassle.names import brief, escaped, some_of
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import (
@@ -161,7 +161,20 @@ def resumed(run: Run) -> Checkpoint:
     start = restore(run.folder, run.method, run.plan.seed, run.device)
     now = binding_settings(run.settings, run.dataset, run.split)
     require_same_settings(run.folder, start, now)
-    return start._replace(settings=now)
+    require_headline(run, start)
+    start = start._replace(settings=now)
+    if not round_files(run.folder.checkpoints):  # so that the settings are known from the beginning
+        save_checkpoint(run.folder.checkpoints, start)
+    return start
+
+
+def require_headline(run: Run, start: Checkpoint) -> None:
+    """Refuses a checkpoint whose metrics are of another method."""
+    if not all(run.headline in metrics["accuracy"] for metrics in start.history):
+        raise UserError(
+            f"the checkpoint of round {start.t} in {run.folder.checkpoints} lacks accuracies of "
+            f"{run.headline!r}: remove {run.folder.checkpoints} to train all rounds again"
+        )
 
 
 def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]) -> None:
@@ -169,10 +182,13 @@ def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]
     made = now if start.settings is None else start.settings
     changed = [key for key in (now | made) if now.get(key) != made.get(key)]
     if changed:
-        pairs = [f"{key}={now.get(key)!r} instead of {made.get(key)!r}" for key in changed]
+        pairs = [
+            f"{escaped(key)[:50]}={brief(now.get(key))} instead of {brief(made.get(key))}" for key in changed
+        ]
+        since = f"the checkpoint of round {start.t}" if start.t else "the run began"
         raise UserError(
-            f"{folder.config} or the images have changed since the checkpoint of round {start.t}: "
-            f"{some_of(pairs, 3)}. Put them back, or remove {folder.checkpoints} to train all rounds again"
+            f"{folder.config} or the images have changed since {since}: {some_of(pairs, 3)}. "
+            f"Put them back, or remove {folder.checkpoints} to train all rounds again"
         )
 
 

@@ -19,7 +19,7 @@ from fedhassle.engine.device import LANES
 from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import brief, find, nearest, some_lines, some_of
+from fedhassle.names import brief, escaped, find, nearest, some_lines, some_of
 from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, overlaid
 
 COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
@@ -171,6 +171,14 @@ def explain(model: type[BaseModel], error: Any, method: str) -> str:
     known = list(model.model_fields)
     hint = nearest(last, known, key.removesuffix(last)) or f" (known are {', '.join(known)})"
     return f"unknown setting {brief(key)}{f' of {method}' if tables == ['method'] else ''}{hint}"
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first wrong entry of a file's metadata, in a line, whatever the file has for keys and values."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])[:50] or "metadata"
+    given = "" if first["type"] == "missing" else f", got {brief(first['input'])}"
+    return f"{escaped(where)}: {first['msg']}{given}"
 
 
 @functools.cache

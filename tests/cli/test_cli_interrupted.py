@@ -1,14 +1,20 @@
 """Runs that diverge or are stopped with Ctrl-C: the message, and the files to resume from."""
 
+import os
 import signal
 import subprocess
+import sys
+import textwrap
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import small
 import torch
 from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
 
+from fedhassle.cli import main
 from fedhassle.runs import train
 from fedhassle.runs.checkpoints import load_checkpoint
 
@@ -95,29 +101,110 @@ def test_an_interrupt_signal_ends_with_code_130(words, tmp_path):
     command = interruptible("run", *words, "rounds=100000", "--out", folder)
     running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        wait_for(lambda: any((folder / "checkpoints").glob("round-*")), running)
+        wait_for(lambda: any(path.stem > "round-000000" for path in small.checkpoints(folder)), running)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=LIMIT)
     finally:
         running.kill()
-    assert running.returncode == 130 and err == b""
+    assert running.returncode == 130 and err.decode() == main.STOPPING
     assert f"fedhassle resume {folder}".encode() in out
     assert load_checkpoint(folder / "checkpoints", small.CPU).t >= 2
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3])
-def test_a_second_interrupt_ends_quietly_while_clients_still_train(words, pause, tmp_path):
-    """Python would wait for their threads, then abort; here it ends without them."""
-    folder = tmp_path / "run"
-    long = [*words, "threads=2", "method.epochs=1000", "method.batch=1"]
-    command = interruptible("run", *long, "--out", folder)
-    running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+HANGS = """
+    import threading
+    from dataclasses import dataclass
+    from pathlib import Path
+    from fedhassle import Phase
+    from fedhassle.methods.fedavg import FedAvg
+
+    @dataclass(frozen=True)
+    class Hangs(FedAvg):
+        "FedAvg whose clients never finish."
+
+        def phases(self, client, t):
+            return tuple(map(self.endless, super().phases(client, t)))
+
+        def endless(self, phase):
+            (descent,) = phase.descents
+            return Phase(phase.name, phase.streams, (type(descent)("w", hang, descent.sgd),), phase.epochs)
+
+    def hang(*_):
+        Path("training").touch()
+        threading.Event().wait()
+"""
+
+
+def test_a_second_interrupt_ends_at_once_while_clients_still_train(without_residuals, tmp_path):
+    """The first waits for their threads, here forever; the second ends without them."""
+    (tmp_path / "own_hangs.py").write_text(textwrap.dedent(HANGS), "utf-8")
+    mine = [*without_residuals, "threads=2", "method=own_hangs:Hangs", "--out", tmp_path / "run"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(interruptible("run", *mine), env=environment(), cwd=tmp_path, **pipes)
     try:
-        wait_for((folder / "metrics.jsonl").exists, running)  # written before the first round
-        for _ in range(2):
-            time.sleep(pause)
-            running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=LIMIT)
+        wait_for((tmp_path / "training").exists, running)
+        running.send_signal(signal.SIGINT)
+        first = running.stderr.readline() + running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        _, rest = running.communicate(timeout=LIMIT)
     finally:
         running.kill()
-    assert running.returncode == 130 and err == b""
+    assert running.returncode == 130
+    assert (first.decode(), rest.decode()) == (main.STOPPING, main.ENDED)
+
+
+class Ended(BaseException):
+    """Stands in for the end of the process."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Replaces the end of the process by an error, and its registered functions by a list of calls."""
+    called = []
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(main, "atexit", SimpleNamespace(_run_exitfuncs=lambda: called.append("registered")))
+    monkeypatch.setattr(main.os, "_exit", end)
+    return called
+
+
+def test_an_interrupted_command_does_not_wait_for_the_end_of_the_interpreter(ends):
+    with pytest.raises(Ended, match="130"):
+        main.end_interrupted()
+    assert ends == ["registered"]
+
+
+def test_functions_registered_for_the_end_do_not_disturb_threads_at_work(ends):
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait)
+    thread.start()
+    try:
+        with pytest.raises(Ended, match="130"):
+            main.end_interrupted()
+    finally:
+        go.set()
+        thread.join(LIMIT)
+    assert ends == []
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
+def test_the_second_interrupt_shows_the_cursor_again(ends, monkeypatch):
+    above, below = os.openpty()
+    with os.fdopen(above, "rb", buffering=0) as screen, os.fdopen(below, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with pytest.raises(Ended, match="130"):
+            main.on_second_interrupt()
+        shown = main.SHOW_CURSOR + main.ENDED.replace("\n", "\r\n")
+        assert screen.read(len(shown)).decode() == shown
+
+
+def test_interrupts_without_output_end_all_the_same(ends, monkeypatch):
+    """As in a process that was started with its output closed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    for end in (main.on_second_interrupt, main.end_interrupted):
+        with pytest.raises(Ended, match="130"):
+            end()

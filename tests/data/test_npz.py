@@ -113,6 +113,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unseen class": ({"y_test": np.array([0, 1, 3])}, "y_test has the label 3"),
     "another size": ({"x_test": GOOD["x_test"][:, :8]}, r"\(9, 12, 3\), x_test of \(8, 12, 3\)"),
     "too few names": ({"class_names": np.array(["a", "b"])}, r"class_names is <U1 of shape \(2,\)"),
+    "a name that writes": (
+        {"class_names": np.array(["a", "b", "c\x1b[2J"])},
+        r"'c\\x1b\[2J' cannot name a class",
+    ),
     "names as numbers": ({"class_names": np.arange(3)}, "class_names is int64"),
     "names of no text": ({"class_names": np.full(3, 2**31 - 1, np.uint32).view("<U1")}, "class_names"),
 }

@@ -183,6 +183,12 @@ BAD_ROWS = {
         "file,label\na,dog\nb,dog\n",
         "no row names an image.*'a', .*'a.png'",
     ),
+    "a label that writes": ("file,label\na.png,dog\x1b[2J\n", r"row 2: 'dog\\x1b\[2J' cannot name a class"),
+    "a path that writes": (
+        "file,label\n../\x1b[2J,dog\n",
+        r"row 2 \(\.\./\\x1b\[2J\): the path points outside",
+    ),
+    "a header that writes": ("file,\x1b[2J\n", r"found file, \\x1b\[2J$"),
     "no file": ("file,label\n,dog\n", "row 2 has the label 'dog' but names no file"),
     "no header": ("a.png,dog\n", r"one column 'file' .*, found a\.png, dog"),
     "no label column": ("file,class\na.png,dog\n", "one column 'label' .*, found file, class"),
@@ -316,6 +322,15 @@ def test_a_folder_that_is_not_a_class_is_a_user_error(tmp_path):
     save(tmp_path / "dogs" / "a.png")
     with pytest.raises(UserError, match=r"folder 'dogs' is not one .*did you mean 'dog'\? .*unlabelled/"):
         read_site(tmp_path, GREY)
+
+
+def test_a_folder_does_not_write_to_the_terminal(tmp_path):
+    save(tmp_path / "cat\x1b[2J" / "a\u202e.png")
+    with pytest.raises(UserError, match=r": 'cat\\x1b\[2J' cannot name a class"):
+        site_classes(tmp_path)
+    csv(tmp_path, "file,label\n")
+    (file,) = read_site(tmp_path, GREY).files
+    assert file == r"cat\x1b[2J/a\u202e.png"
 
 
 def test_classes_that_would_share_a_folder_need_a_label_file(tmp_path):

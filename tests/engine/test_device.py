@@ -82,6 +82,15 @@ def test_warn_only_of_the_user_is_kept():
     assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def test_a_switch_that_does_not_change_is_not_set(monkeypatch):
+    """PyTorch imports its compiler to set it, which takes seconds at the end of a run and after Ctrl-C."""
+    calls = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **options: calls.append(args))
+    with Engine(CPU).active():
+        pass
+    assert calls == []
+
+
 def test_switches_that_a_user_set_by_their_new_names():
     """`fp32_precision`, which PyTorch recommends since 2.9."""
     before = CUBLAS.fp32_precision

@@ -110,6 +110,10 @@ BAD = {
     "a class twice": (FILE.replace("malignant", "benign"), "data.class_names: 'benign' .*twice"),
     "a class without a name": (FILE.replace("malignant", ""), "data.class_names: ''"),
     "a class with spaces around": (FILE.replace("malignant", "malignant "), "data.class_names: 'malignant '"),
+    "a class that writes": (
+        FILE.replace("malignant", r"\u001b[2J"),
+        r"data.class_names: '\\x1b\[2J' cannot name",
+    ),
     "a class called unlabelled": (FILE.replace("malignant", "Unlabelled"), "data.class_names: 'Unlabelled'"),
     "no sites": (FILE + "[rules]\nminimum_sites = 0", "rules.minimum_sites: .*1, got 0"),
     "no time": (FILE + "[rules]\ntimeout = 0", "rules.timeout: .*0, got 0"),

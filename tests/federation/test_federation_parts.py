@@ -391,7 +391,7 @@ def test_a_command_that_fails_is_an_error_with_its_output(tmp_path):
         processes.flwr(tmp_path, "supernode", "list", "nowhere")
 
 
-SLEEP = "import time; time.sleep(99)"
+SLEEP = "import time; time.sleep(999)"
 
 
 def parent(then, **how):
@@ -401,7 +401,7 @@ def parent(then, **how):
 
 
 def child_of(process, log):
-    processes.wait_for(lambda: log.read_text().endswith("\n"), process, log, 60, "it")
+    processes.wait_for(lambda: log.read_text().endswith("\n"), process, log, LIMIT, "it")
     return psutil.Process(int(log.read_text()))
 
 
@@ -449,7 +449,7 @@ def test_a_process_that_ends_too_soon_is_an_error_with_its_last_lines(tmp_path):
         processes.running([sys.executable, "-c", "raise SystemExit('no key')"], tmp_path, log) as process,
         pytest.raises(UserError, match=r"it has ended \(exit code 1\): no key"),
     ):
-        processes.wait_for(lambda: False, process, log, 60, "it")
+        processes.wait_for(lambda: False, process, log, LIMIT, "it")
 
 
 def test_the_app_is_two_modules_that_flower_can_build(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ ROGUE = "partial"
 DATA = DataTerms(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,), flip=True, crop=0, validation=0.2)
 
 
-def agreement(address, rounds=3, every=3, minimum=2, timeout=60):
+def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT):
     method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
     run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method}
     return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT))
@@ -200,7 +200,7 @@ def test_a_node_that_sends_garbage_costs_the_rounds_that_node_only(deployment):
 def test_a_node_killed_in_mid_round_costs_the_round_that_node_only(deployment):
     deployment.orders({"2": "sleep"})
     asleep = deployment.folder / f"{ROGUE}.asleep"
-    deployment.submit("killed", rounds=3, minimum=2, timeout=60)
+    deployment.submit("killed", rounds=3, minimum=2)
     deployment.until("killed", asleep.exists, "round 2 at the site")
     below = process_tree.descendants(deployment.nodes[ROGUE].pid)
     deployment.nodes[ROGUE].kill()

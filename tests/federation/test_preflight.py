@@ -20,7 +20,7 @@ from fedhassle.provenance import own_code
 
 TERMS = DataTerms(("cat", "dog"), 16, 16, 1, (0.0,), (1.0,), flip=True, crop=1)
 AGREEMENT = Agreement("Zoo", "localhost:8443", TERMS)
-TIMEOUT = 60  # seconds; no test waits for it to pass
+TIMEOUT = 600  # seconds; no test waits for it to pass
 
 
 class Papers:

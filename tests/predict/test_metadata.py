@@ -1,20 +1,18 @@
 """Model files with crafted metadata and valid checksums: they load, or one line says what is wrong."""
 
-import copy
 import json
 
 import numpy as np
 import pytest
 import torch
+from crafted import DROPPED, ODD, changed, written
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
 from small import call
 
 import fedhassle
-from fedhassle.engine.tensor_files import checksum, read_arrays
+from fedhassle.engine.tensor_files import read_arrays
 
-DROPPED = object()
 ENTRIES = [
     *((key,) for key in ("format", "method", "net", "shape", "class_names", "mean", "std", "headline")),
     *((key, 0) for key in ("shape", "class_names", "mean", "std")),
@@ -24,44 +22,11 @@ ENTRIES = [
 ]
 
 
-def deep(levels):
-    value = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-ODD = [
-    *(DROPPED, None, True, 0, 1, -1, 2, 10**9, 10**18, 10**400, 1.5, 1e39, 1e308, 5e-324),
-    *(float("nan"), float("inf"), "", "x", "\0", "a" * 100_000, "os:system", "resnet8", "fedavg"),
-    *([], {}, [[]], [None], [1], [1, 2, 3], [3, 12, 12], [1, -12, -12], [10**9] * 3, [0.5] * 3, ["a"] * 4),
-    *(["a"] * 100_000, {"name": "fedavg"}, {"name": None}, {"name": "os:system"}, deep(50), deep(500)),
-]
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-
-
-def changed(about, at, value):
-    """Returns metadata with another value of one entry, or without it."""
-    made = copy.deepcopy(about)
-    *above, last = at
-    table = made
-    for key in above:
-        table = table[key]
-    if value is not DROPPED:
-        table[last] = value
-    elif last in table or isinstance(table, list):
-        del table[last]
-    return made
-
-
-def written(path, arrays, words):
-    """Writes a model file with any text as its description, and the checksum that belongs to it."""
-    path.write_bytes(save(arrays, metadata={"about": words, "sha256": checksum(arrays, words)}))
-    return path
 
 
 def assert_survives(path):
@@ -187,6 +152,8 @@ def test_the_line_says_which_entry_is_wrong(model, tmp_path):
         (("method", "lr"), "fast", "lr: Input should be a valid number, got 'fast'"),
         (("method", "lr"), 1e39, r"lr must be at most 3.4e\+38"),
         (("method", "unheard_of"), 1, "unheard_of: Extra inputs are not permitted, got 1"),
+        (("class_names", 0), "cat\x1b[2J", r"class_names.0: .*'cat\\x1b\[2J' cannot name a class"),
+        (("class_names", 1), "cat\u202e", r"class_names.1: .*'cat\\u202e' cannot name a class"),
         (("net",), "lenet5", "needs the network 'lenet5'"),
     ]:
         path = written(tmp_path / "wrong.safetensors", arrays, json.dumps(changed(about, at, value)))

@@ -78,6 +78,7 @@ def test_cells_of_the_paper_are_found_by_their_identity(tmp_path):
         summary(history=[]),
         summary(history=[{**summary()["history"][0], "pseudo_label_share": "much"}]),
         summary(class_accuracy={"cat": "good"}),
+        summary(class_accuracy={"cat\x1b[2J": 1.0}),
         *(summary(**{key: math.nan}) for key in ("seed", "rounds", "seconds")),
         pytest.param("[" * 100_000 + "]" * 100_000, id="deep"),
         {key: value for key, value in summary().items() if key != "settings_hash"},

@@ -15,6 +15,7 @@ from fedhassle.engine import tensor_files
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import UserError
 from fedhassle.federation.server.coordinate import best_so_far
+from fedhassle.runs import train
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.folder import Folder, claim
 from fedhassle.runs.run import reopen
@@ -145,8 +146,9 @@ def test_damaged_checkpoints_do_not_push_out_new_ones(eight_rounds, tmp_path):
 def test_every_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
     """Each byte of the header and of the tensors in turn: never another error, never other content."""
     vector = torch.arange(3, dtype=torch.float32)
-    for t in (1, 2):
-        save_checkpoint(tmp_path, Checkpoint(t, {"w": vector + t, "m": vector}, [{"round": t}]))
+    lines = {t: {"round": t, "accuracy": {"model": 0.5}, "bytes_up": {}, "seconds": 1.0} for t in (1, 2)}
+    for t, line in lines.items():
+        save_checkpoint(tmp_path, Checkpoint(t, {"w": vector + t, "m": vector}, [line]))
     newest = sorted(tmp_path.iterdir())[-1]
     content = newest.read_bytes()
     for at in range(len(content)):
@@ -155,7 +157,7 @@ def test_every_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
         assert found is not None
         assert torch.equal(found.state["w"], vector + found.t)
         assert torch.equal(found.state["m"], vector)
-        assert found.history == [{"round": found.t}]
+        assert found.history == [lines[found.t]]
 
 
 @pytest.mark.parametrize(("t", "left"), [(0, []), (3, [2]), (4, [2, 4]), (10, [2, 4, 10]), (99, [2, 4, 10])])
@@ -273,6 +275,31 @@ def test_without_its_checkpoints_a_run_starts_again_under_other_settings(eight_r
     assert code == 2 and f"remove {folder / 'checkpoints'} to train all rounds again" in err
     shutil.rmtree(folder / "checkpoints")
     assert call("resume", folder)[0] == 0
+    assert_same_result(folder, whole)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_settings_count_before_the_first_round_too(rounds, eight_rounds, whole, tmp_path):
+    """A run is evaluated, and has a checkpoint of trained rounds, after round 2 only."""
+    folder = tmp_path / "run"
+    steps = train_run(reopen(claim(request(None, eight_rounds), folder).path))
+    if rounds:
+        next(steps)
+        steps.close()
+    else:  # after its settings are written, before any round
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(train, "train_in_federation", interrupted)
+            next(steps)
+    before = rewritten(folder / "config.toml", "rounds = 8", "rounds = 9")
+    code, _, err = call("resume", folder)
+    assert code == 2 and "have changed since the run began: rounds=9 instead of 8" in err
+    (folder / "config.toml").write_text(before, "utf-8")
+    code, out, _ = call("resume", folder)
+    assert code == 0 and "round 2/8" in out
     assert_same_result(folder, whole)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.listing import LABEL_FILE, ImageFiles, Problem, find_label_file, is_ignored
 from fedhassle.errors import UserError, require
-from fedhassle.names import counted, nearest, some_of
+from fedhassle.names import class_name, counted, escaped, nearest, some_of
 
 COLUMNS = ("file", "label")
 DELIMITERS = (",", ";", "\t")
@@ -53,7 +53,7 @@ def folder_classes(images: ImageFiles, label_file: Path | None) -> tuple[str, ..
         names = {nfc(row.label) for row in read_labels(file) if row.label}
     else:
         tops = {top for top in map(_top_folder, images.files) if top is not None}
-        names = {nfc(top) for top in tops if not _is_unlabelled(top)}
+        names = {nfc(class_name(top, f"{images.folder}: ")) for top in tops if not _is_unlabelled(top)}
     return tuple(sorted(names, key=_natural_order))
 
 
@@ -100,12 +100,12 @@ def _labels_by_rows(
     y = np.full(len(files), -1, np.int64)
     problems, named = [], dict[int, LabelRow]()
     for row in rows:
-        where = f"{file}: row {row.number} ({row.file}):"
+        where = f"{file}: row {row.number} ({escaped(row.file)}):"
         name = _path_in_folder(row.file, where)
         place = places.get(nfc(row.file), places.get(nfc(name)))
         if place is None:
             what = f"listed in row {row.number} of {file.name}, but the image does not exist"
-            problems.append(Problem(row.file, what, "skipped"))
+            problems.append(Problem(escaped(row.file), what, "skipped"))
             continue
         before = named.setdefault(place, row)
         if numbers[before.number] != numbers[row.number]:
@@ -195,7 +195,9 @@ def row_classes(rows: Sequence[LabelRow], class_names: Sequence[str], file: Path
     found = {row.number: find_class_number(row.label, numbers) if row.label else -1 for row in rows}
     wrong = [row for row in rows if found[row.number] is None]
     if len(wrong) == 1:
-        class_number(wrong[0].label, numbers, f"{file}: row {wrong[0].number} ({wrong[0].file}): the label")
+        class_number(
+            wrong[0].label, numbers, f"{file}: row {wrong[0].number} ({escaped(wrong[0].file)}): the label"
+        )
     by_label: dict[str, list[int]] = {}
     for row in wrong:
         by_label.setdefault(nfc(row.label), []).append(row.number)
@@ -269,7 +271,7 @@ def read_labels(path: Path) -> list[LabelRow]:
         file, label = (cells[k].strip() if k < len(cells) else "" for k in columns)
         require(bool(file) or not label, f"{path}: row {number} has the label {label!r} but names no file")
         if file:
-            found.append(LabelRow(number, file, label))
+            found.append(LabelRow(number, file, class_name(label, f"{path}: row {number}: ")))
     return found
 
 
@@ -312,7 +314,7 @@ def _column(header: Sequence[str], name: str, path: Path) -> int:
     """Returns the index of a column."""
     places = [k for k, cell in enumerate(header) if _plain(cell) == name]
     if len(places) != 1:
-        found = ", ".join(cell.strip() for cell in header) or "nothing"
+        found = ", ".join(escaped(cell.strip()) for cell in header) or "nothing"
         separated = "separated by comma, semicolon or tab"
         raise UserError(f"{path}: expected a header with one column {name!r} ({separated}), found {found}")
     return places[0]

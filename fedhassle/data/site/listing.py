@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from fedhassle.data.site.pictures import SUFFIXES
 from fedhassle.errors import require
+from fedhassle.names import escaped
 
 LABEL_FILE = "labels.csv"
 UNUSED = "an unused label file: only the one in the top folder counts"
@@ -99,8 +100,8 @@ def reason_to_skip(file: Path, folder: Path) -> str:
 
 
 def printable(path: str) -> str:
-    """Returns a path as valid text, with bytes that are not UTF-8 escaped."""
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    """Returns a path as valid text, with control characters and bytes that are not UTF-8 escaped."""
+    return escaped(path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
 
 
 def first_of(problems: Sequence[Problem]) -> str:
