@@ -38,27 +38,34 @@ def supervised(module: nn.Module) -> Loss:
     return loss
 
 
-def calibrated_sum(module: nn.Module) -> Loss:
-    """The sum of the batches' calibrated cross-entropies, in one forward pass."""
+def calibrated_sum(module: nn.Module, anchor: nn.Module, weight: float) -> Loss:
+    """The sum of the batches' calibrated cross-entropies, in one forward pass, + weight·‖w − w_anchor‖²."""
+    proximity = squared_distance(module, anchor)
 
     def loss(*batches: Batch) -> Tensor:
         views = [batch.views[0] for batch in batches]
         logits = module(torch.cat(views)).split([len(x) for x in views])
         pairs = zip(logits, batches, strict=True)
-        return torch.stack([cross_entropy(calibrated(z, batch.y), batch.y) for z, batch in pairs]).sum()
+        losses = torch.stack([cross_entropy(calibrated(z, batch.y), batch.y) for z, batch in pairs])
+        return losses.sum() + weight * proximity()
 
     return loss
 
 
 def proximal(module: nn.Module, anchor: nn.Module, weight: float) -> Loss:
     """Cross-entropy + weight·‖w − w_anchor‖²: FedProx, and a dual model of HASSLE."""
-    fixed = flat(anchor.parameters()).detach()
+    proximity = squared_distance(module, anchor)
 
     def loss(batch: Batch) -> Tensor:
-        proximity = (flat(module.parameters()) - fixed).square().sum()
-        return cross_entropy(module(batch.views[0]), batch.y) + weight * proximity
+        return cross_entropy(module(batch.views[0]), batch.y) + weight * proximity()
 
     return loss
+
+
+def squared_distance(module: nn.Module, anchor: nn.Module) -> Callable[[], Tensor]:
+    """‖w − w_anchor‖², of the weights at the time of the call."""
+    fixed = flat(anchor.parameters()).detach()
+    return lambda: (flat(module.parameters()) - fixed).square().sum()
 
 
 def residual(module: nn.Module, dual: nn.Module, other: nn.Module, lam: float, tau: float) -> Loss:

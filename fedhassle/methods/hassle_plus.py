@@ -1,7 +1,8 @@
-"""hassle+: two models as in HASSLE, with sure pseudo-labels in place of residuals (docs/hassle-plus.md)."""
+"""hassle+: HASSLE's two models and proximity, with sure pseudo-labels, no residuals (docs/hassle-plus.md)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +27,10 @@ from fedhassle.method import (
     require_confidence,
 )
 from fedhassle.nets import Net
-from fedhassle.vectors import Arrays, running_mean
+from fedhassle.vectors import Arrays, running_mean, squared_distance
 
 MEANS = {"w_S": "m_S", "w_U": "m_U"}  # each model and its running mean over rounds
+OTHER = {"w_S": "w_U", "w_U": "w_S"}
 LABELS_ALONE = 0.3  # share of the rounds before w_U starts
 
 
@@ -37,7 +39,8 @@ class HasslePlus(Method):
     """w_S learns from labels, later w_U from labels and sure pseudo-labels; unlabelled clients train w_U.
 
     Full clients train both on labels, partial ones w_S on labels and w_U on all. w_U starts from m_S, the
-    mean of w_S over rounds. The means m_S and m_U give the pseudo-labels, and predict.
+    mean of w_S over rounds; from then on each stays near the other. The means m_S and m_U give the
+    pseudo-labels, and predict.
     """
 
     # Chosen on held-out images; docs/hassle-plus.md has the figures.
@@ -45,6 +48,7 @@ class HasslePlus(Method):
     epochs: int = 20  # passes over the labels a round that train w_S
     unlabelled_epochs: int = 5  # passes that train w_U: over the unlabelled data, on full clients over labels
     ratio: int = 2  # unlabelled samples for each labelled one in a step
+    gamma: float = 0.003  # weight of the proximity of the two models, as in Eq. 12 of HASSLE
     confidence: float = 0.95  # below it a sample gets no pseudo-label
     own_mix: bool = True  # pseudo-labels know the class mix of their client
     start: int | None = None  # rounds on labels alone before w_U starts; None: 0.3 of the run's
@@ -66,6 +70,7 @@ class HasslePlus(Method):
         passes = self.unlabelled_epochs
         require(1 <= passes <= 1000, f"unlabelled_epochs must be from 1 to 1,000, got {passes}")
         require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
+        require(0 <= self.gamma < math.inf, f"gamma must be at least 0, got {self.gamma}")
         require_confidence(self.confidence)
         require(self.start is None or self.start >= 0, f"start must be at least 0, got {self.start}")
 
@@ -84,10 +89,11 @@ class HasslePlus(Method):
         return dict.fromkeys(names, self.net.initial(seed))
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
-        """Returns the models that the client trains, and those that label its data."""
-        trained = {name for phase in self.phases(client, t) for name in phase.trained}
-        teachers = set(self.teachers) if "w_U" in trained and client.unlabelled else set()
-        return {name: state[name] for name in state if name in trained | teachers}
+        """Returns the models that the client trains, those near which they stay, and what labels its data."""
+        needed = {name for phase in self.phases(client, t) for name in phase.trained}
+        if t > (self.start or 0):
+            needed |= set(MEANS if self.gamma else ()) | set(self.teachers if client.unlabelled else ())
+        return {name: state[name] for name in state if name in needed}
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """w_S on labels; once it exists, w_U on all that the client has."""
@@ -118,10 +124,16 @@ class HasslePlus(Method):
         return hard_labels(z + class_mix(z).log() if self.own_mix else z, self.confidence)
 
     def loss(self, model: str, local: Models, received: Models, *batches: Batch) -> Tensor:
-        """The sum of the batches' cross-entropies; one forward pass, so that BatchNorm sees all."""
+        """The batches' cross-entropies and the proximity of the other model.
+
+        One forward pass, so that BatchNorm sees all batches.
+        """
         views = [batch.views[0] for batch in batches]
         logits = local[model](torch.cat(views)).split([len(x) for x in views])
         losses = [self.cross_entropy(z, batch.y) for z, batch in zip(logits, batches, strict=True)]
+        if self.gamma and OTHER[model] in received:
+            distance = squared_distance(local[model].weights, received[OTHER[model]].weights)
+            losses.append(self.gamma * distance)
         return torch.stack(losses).sum()
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:

@@ -93,6 +93,7 @@ OWN = {  # makes each term of a loss visible
     },
     "rscfed": {"partial": "mixed", "unlabelled_lr": 0.2, "unlabelled_clip": 0.1, "consistency_weight": 2.0},
     "hassle": {"gamma": 0.1, "lam": 0.7, "residual_decay": 0.1, "residual_steps": 3},
+    "hassle+": {"gamma": 0.1},
     "fixmatch-global": {"weight": 0.7},
     "sage": {"weight": 0.7, "halving": 0.2},
 }
@@ -113,8 +114,8 @@ STARTS = {  # the networks, in the order in which the counterpart builds them
     ("hassle", "unlabelled"): ("w_U", "w_S"),
     ("hassle", "labelled residual"): ("r_US", "w_S", "w_U"),
     ("hassle", "unlabelled residual"): ("r_SU", "w_U", "w_S"),
-    ("hassle+", "labelled"): ("w_S",),
-    **{("hassle+", kind): ("w_U",) for kind in ("full", "partial", "unlabelled")},
+    ("hassle+", "labelled"): ("w_S", "w_U"),
+    **{("hassle+", kind): ("w_U", "w_S") for kind in ("full", "partial", "unlabelled")},
     ("fixmatch-global", "labelled"): ("w",),
     ("fixmatch-global", "both"): ("w", "w received"),
     ("fixmatch-global", "unlabelled"): ("w", "w received"),

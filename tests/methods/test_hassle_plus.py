@@ -19,6 +19,7 @@ from fedhassle.method import Batch, Client, as_models
 from fedhassle.methods import HasslePlus
 from fedhassle.settings.build import build_method
 
+ALL = {"w_S", "w_U", "m_S", "m_U"}
 FULL, PARTIAL, BARE = Client("f", 9, 0), Client("p", 4, 9), Client("u", 0, 9)
 
 
@@ -101,6 +102,22 @@ def test_each_batch_has_a_cross_entropy_and_a_prior_of_its_own(rng):
     assert alone == pytest.approx(term(x[1], labels[1]), rel=1e-12)
 
 
+@pytest.mark.parametrize(("model", "other"), [("w_S", "w_U"), ("w_U", "w_S")])
+def test_each_model_stays_near_the_other(model, other, rng):
+    """+ γ·‖w − w_other‖² with the other model as received (Eq. 12), once there is one."""
+    batch = Batch((torch.from_numpy(rng.normal(size=(6, 1, 3, 3))),), torch.tensor([0, 1, 2, 3, 0, 0]))
+    w, received = rng.normal(size=(2, 48))
+    local = as_models({model: torch.from_numpy(w)}, {model: NET})
+    sent = as_models({other: torch.from_numpy(received)}, {other: NET})
+
+    def loss(gamma, sent):
+        return HasslePlus(NET, gamma=gamma).loss(model, local, sent, batch).item()
+
+    proximity = loss(0.7, sent) - loss(0.7, {})
+    assert proximity == pytest.approx(0.7 * ((w - received) ** 2).sum(), rel=1e-10)
+    assert loss(0.0, sent) == loss(0.7, {})
+
+
 # From round to round
 
 
@@ -129,14 +146,15 @@ def test_without_a_decay_the_means_are_the_models():
 
 
 @pytest.mark.parametrize(
-    ("t", "sent"),
+    ("t", "gamma", "sent"),
     [
-        (2, {FULL: {"w_S"}, PARTIAL: {"w_S"}, BARE: set()}),
-        (3, {FULL: {"w_S", "w_U"}, PARTIAL: {"w_S", "w_U", "m_S", "m_U"}, BARE: {"w_U", "m_S", "m_U"}}),
+        (2, 0.1, {FULL: {"w_S"}, PARTIAL: {"w_S"}, BARE: set()}),
+        (3, 0.1, {FULL: {"w_S", "w_U"}, PARTIAL: ALL, BARE: ALL}),
+        (3, 0.0, {FULL: {"w_S", "w_U"}, PARTIAL: ALL, BARE: ALL - {"w_S"}}),
     ],
 )
-def test_clients_are_sent_what_they_train_and_what_labels_their_data(t, sent):
-    method = HasslePlus(NET, start=2)
+def test_clients_are_sent_what_they_train_what_is_near_it_and_what_labels_their_data(t, gamma, sent):
+    method = HasslePlus(NET, start=2, gamma=gamma)
     state = dict.fromkeys(("w_S", "w_U", "m_S", "m_U"), NET.initial(0))
     assert {client: set(method.message(state, client, t)) for client in sent} == sent
 
@@ -181,7 +199,8 @@ def test_a_run_is_cut_before_its_start_and_after_it_and_goes_on(without_residual
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("unlabelled_epochs", 0), ("ratio", 17), ("confidence", 95.0), ("start", -1)]
+    ("setting", "value"),
+    [("unlabelled_epochs", 0), ("ratio", 17), ("confidence", 95.0), ("start", -1), ("gamma", -0.1)],
 )
 def test_settings_out_of_range_are_refused_by_name(setting, value):
     with pytest.raises(UserError, match=rf"{setting} must be .* got {value}"):

@@ -39,7 +39,7 @@ SIZES = {  # cells: combinations of choices × seeds, by hand
     "communication": 10 * 1,
     "beyond": 2 * (11 * 6 + 1) * 3,  # hassle+ has all settings built in
     "costs": 2 * (11 * 2 + 1) * 3,
-    "hassle-plus": 7 * 3,
+    "hassle-plus": 8 * 3,
 }
 SHARED = {"beyond": 2 * 11 * 3}  # cells that are the run of another cell of the experiment
 OURS = {"beyond", "costs", "hassle-plus"}  # not in the paper
@@ -138,6 +138,7 @@ OTHERWISE = {  # but for these, by experiment and choice
     ("hassle-plus", "no-prior"): {"method.prior": "none"},
     ("hassle-plus", "weak"): {"method.labelled_view": "weak"},
     ("hassle-plus", "no-means"): {"method.average": 0.0},
+    ("hassle-plus", "no-proximity"): {"method.gamma": 0.0},
     ("hassle-plus", "no-mix"): {"method.own_mix": False},
     ("hassle-plus", "no-threshold"): {"method.confidence": 0.0},
     ("hassle-plus", "batch-128"): {"method.batch": 128},
