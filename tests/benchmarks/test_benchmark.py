@@ -386,7 +386,7 @@ def test_steps_of_a_round_and_of_an_average_one():
 def test_rounds_that_record_are_counted():
     """On lanes of a CPU: the first rounds record, later ones do not."""
     simulator = small.simulator()
-    simulator.lanes = Lanes(small.ENGINE._replace(lanes=2))
+    simulator.trainer.lanes = Lanes(small.ENGINE._replace(lanes=2))
     first, rounds = time_rounds(small.hassle(), simulator, Plan(2, 6), 6)
     assert first[0].recordings > 0 and rounds[-1].recordings == 0
     assert recordings(simulator) == sum(done.recordings for done in first + rounds)
