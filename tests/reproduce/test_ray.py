@@ -18,18 +18,18 @@ import pytest
 from ledgers import FEW, experiment
 from small import LIMIT, but_seconds, call, checkpoints, environment, interruptible
 
+from fedhassle.engine.cluster import Allocation, Machine
 from fedhassle.errors import UserError
 from fedhassle.reproduce import ray
 from fedhassle.reproduce.experiment import Selection, cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.ray import (
-    Allocation,
     CellTask,
-    Machine,
     ProgressBoard,
     RaySweep,
     allocation_for,
     check_machine,
+    placed,
     train_cell,
 )
 from fedhassle.reproduce.sweep import Sweep
@@ -82,7 +82,7 @@ def results(folder):
 
 def task(cell, home, allocation=None):
     allocation = allocation or Allocation(1, 1)
-    sent = replace(cell, requested=allocation.applied(cell.requested))
+    sent = replace(cell, requested=placed(cell.requested, allocation))
     return CellTask(sent, cell.identity, str(home), allocation.sharing)
 
 
@@ -123,6 +123,8 @@ def test_resources_that_no_machine_has_are_an_error(chosen):
         allocation_for(asked(chosen, threads=3), [SMALL, SMALL], None)
     with pytest.raises(UserError, match=r"device=cuda.* no GPU"):
         allocation_for(asked(chosen, device="cuda"), [SMALL], None)
+    with pytest.raises(UserError, match=r"workers=N spreads each run, --ray spreads the runs"):
+        allocation_for(asked(chosen, workers=2), [LARGE], None)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_resources_that_no_machine_has_are_an_error(chosen):
 )
 def test_settings_follow_the_allocation_but_keep_a_chosen_device(device, allocation, expected, chosen):
     (cell,) = asked(chosen[:1], device=device)
-    applied = allocation.applied(cell.requested)
+    applied = placed(cell.requested, allocation)
     assert {key: applied.top(key, None) for key in expected} == expected
 
 
