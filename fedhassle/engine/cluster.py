@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import torch
+
+from fedhassle.engine.cores import available_cores
 from fedhassle.errors import UserError, require
+from fedhassle.names import counted
 
 LOCAL, AUTO = "local", "auto"  # a temporary cluster on this machine; the running cluster that it is part of
 NO_USAGE_STATS = {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -53,6 +58,28 @@ class Allocation(NamedTuple):
     def places(self, machines: Sequence[Machine]) -> int:
         """The number of tasks that run at once."""
         return self.sharing * sum(self.devices(machine) for machine in machines)
+
+
+def allocation_of(device: str, threads: int) -> Allocation:
+    """The resources of a worker: a GPU, or as many cores as it has threads."""
+    return Allocation(1, threads if device == "cpu" else 0)
+
+
+def require_room(workers: int, allocation: Allocation, machines: Sequence[Machine]) -> None:
+    """Refuses more workers than these machines have devices for."""
+    places, there = allocation.places(machines), counted(len(machines), "machine")
+    cores = allocation.cores
+    needed = f"{counted(cores, 'core')} each" if cores else "a GPU each"
+    advice = "set fewer workers" + (", or threads=1" if cores > 1 else "")
+    require(
+        workers <= places,
+        f"workers={workers} need {needed}, but {there} can hold only {places} of them; {advice}",
+    )
+
+
+def this_machine() -> Machine:
+    """The machine of this process."""
+    return Machine("", platform.node(), torch.cuda.device_count(), available_cores())
 
 
 def require_address(address: str) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import heapq
 import logging
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,17 @@ import torch
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.cluster import Allocation, cluster_machines, first_line
+from fedhassle.engine.cluster import (
+    Allocation,
+    allocation_of,
+    cluster_machines,
+    first_line,
+    require_room,
+)
 from fedhassle.engine.device import Engine
 from fedhassle.engine.ray_worker import (
     Called,
+    Failed,
     Note,
     Order,
     Outcome,
@@ -87,8 +96,8 @@ class RayFederation(SimulatedClients):
         own: Iterable[str] = (),
     ) -> None:
         super().__init__(split, engine.device, client_state)
-        allocation = Allocation(1, threads if engine.device.type == "cpu" else 0)
-        require_room(workers, allocation)
+        allocation = allocation_of(engine.device.type, threads)
+        require_room(workers, allocation, cluster_machines())
         self._workers = start(workers, allocation, dataset, seed, engine, threads)
         self._machines = check(self._workers, tuple(own))
         self._method: Method | None = None
@@ -270,18 +279,6 @@ def totals(costs: Sequence[int], groups: Sequence[int]) -> list[int]:
     return found
 
 
-def require_room(workers: int, allocation: Allocation) -> None:
-    """Refuses more workers than the cluster has devices for."""
-    machines = cluster_machines()
-    places = allocation.places(machines)
-    there = counted(len(machines), "machine")
-    if allocation.cores:
-        each, room = counted(allocation.cores, "core"), f"room for {places}"
-        message = f"workers={workers} with {each} each: {there} with {room} such workers; set fewer workers"
-        require(workers <= places, f"{message}, or threads=1")
-    require(workers <= places, f"workers={workers}: {there} with {counted(places, 'GPU')}; set fewer workers")
-
-
 def start(
     workers: int, allocation: Allocation, dataset: Dataset, seed: int, engine: Engine, threads: int
 ) -> dict[int, Any]:
@@ -290,7 +287,8 @@ def start(
 
     images = ray.put(replace(dataset, x_test=dataset.x_test[:0], y_test=dataset.y_test[:0]))
     make = ray.remote(Worker).options(**allocation.resources, scheduling_strategy="SPREAD")
-    return {n: make.remote(images, seed, engine, threads) for n in range(1, workers + 1)}
+    paths = [str(Path(path).absolute()) for path in sys.path]
+    return {n: make.remote(images, seed, engine, threads, paths) for n in range(1, workers + 1)}
 
 
 def check(workers: Mapping[int, Any], own: Sequence[str]) -> dict[int, str]:
@@ -323,15 +321,18 @@ def require_same(worker: int, about: WorkerAbout, mine: Mapping[str, str | None]
 
 
 def fetched(worker: int, call: Any) -> Any:
-    """The answer to a call; the error that the call raised, or a `WorkerLostError`."""
+    """The answer to a call; raises the error of a failed one, or a `WorkerLostError`."""
     import ray
 
     try:
-        return ray.get(call)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
+        answer = ray.get(call)
+    except ray.exceptions.RayTaskError as error:  # such as a method that the worker cannot import
+        raise UserError(f"worker {worker} failed: {last_line(error)}") from error
     except ray.exceptions.RayError as error:
         raise WorkerLostError(worker, first_line(error)) from error
+    if isinstance(answer, Failed):
+        raise answer.error
+    return answer
 
 
 def last_line(error: Exception) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -82,6 +84,15 @@ class Called(NamedTuple):
     notes: list[Note]
 
 
+class Failed(NamedTuple):
+    """The answer to a call in which training raised an error.
+
+    Ray would print the errors of calls that nobody waits for any more.
+    """
+
+    error: Exception
+
+
 class GroupMean(NamedTuple):
     """The mean of a group's updates, and the total weight of each vector."""
 
@@ -119,7 +130,10 @@ class Notes(logging.Handler):
 class Worker:
     """A Ray actor: trains clients on its device, and averages their updates where the driver wants that."""
 
-    def __init__(self, dataset: Dataset, seed: int, engine: Engine, threads: int) -> None:
+    def __init__(
+        self, dataset: Dataset, seed: int, engine: Engine, threads: int, paths: Sequence[str] = ()
+    ) -> None:
+        sys.path.extend(path for path in paths if path not in sys.path)  # of a user's own methods
         self._active = ExitStack()  # as long as the process lives
         self._active.enter_context(engine.active())
         self._active.enter_context(on_cores(1))  # clients run side by side instead
@@ -146,8 +160,16 @@ class Worker:
         """Begins a round, or begins it again."""
         self.means, self.weights = {}, {}
 
-    def train(self, t: int, orders: Sequence[Order], *shared: np.ndarray) -> Called:
-        """Trains clients in round t; the order of their means is that of the orders."""
+    def train(self, t: int, orders: Sequence[Order], *shared: np.ndarray) -> Called | Failed:
+        """Trains clients in round t."""
+        try:
+            return self._train(t, orders, shared)
+        except Exception as error:
+            error.add_note(f"On a worker:\n{traceback.format_exc()}")
+            return Failed(error)
+
+    def _train(self, t: int, orders: Sequence[Order], shared: Sequence[np.ndarray]) -> Called:
+        """Trains clients, and adds updates to the means of their groups in the order of the orders."""
         assert self.method is not None
         arrays = [on_device(array, self.device) for array in shared]
         tasks = [self._task(order, arrays) for order in orders]

@@ -13,7 +13,7 @@ import torch
 
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
-from fedhassle.engine.cluster import require_ray
+from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
 from fedhassle.engine.rounds import Plan
 from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
@@ -160,12 +160,20 @@ def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run
 
 
 def runnable(request: Request) -> Settings:
-    """Valid settings, whose trackers are installed, and Ray if they need it."""
+    """Valid settings, whose trackers are installed, and whose workers can be."""
     settings = resolve(request)
     require_installed(settings.track or ())
     if settings.distributed:
-        require_ray(f"workers={settings.workers}" if settings.ray is None else f"--ray {settings.ray}")
+        require_workers(settings)
     return settings
+
+
+def require_workers(settings: Settings) -> None:
+    """Refuses workers without Ray, or, if they are on this machine, more than it has devices for."""
+    require_ray(f"workers={settings.workers}" if settings.ray is None else f"--ray {settings.ray}")
+    if settings.ray in (None, LOCAL):
+        allocation = allocation_of(settings.device, settings.threads)
+        require_room(settings.workers, allocation, [this_machine()])
 
 
 def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method:
