@@ -98,8 +98,8 @@ class RayFederation(SimulatedClients):
         super().__init__(split, engine.device, client_state)
         allocation = allocation_of(engine.device.type, threads)
         require_room(workers, allocation, cluster_machines())
-        self._workers = start(workers, allocation, dataset, seed, engine, threads)
-        self._machines = check(self._workers, tuple(own))
+        self.workers = start(workers, allocation, dataset, seed, engine, threads)
+        self._machines = check(self.workers, tuple(own))
         self._method: Method | None = None
         self._told: set[Note] = set()
 
@@ -107,9 +107,9 @@ class RayFederation(SimulatedClients):
         """Ends the workers."""
         import ray
 
-        for actor in self._workers.values():
+        for actor in self.workers.values():
             ray.kill(actor)
-        self._workers = {}
+        self.workers = {}
 
     def train(self, method: Method, messages: Sequence[Message], t: int) -> list[Reply] | Averages:
         """Trains the clients that receive a message in round t.
@@ -140,13 +140,13 @@ class RayFederation(SimulatedClients):
         self._prepare(method)
         costs = [steps(method, task.client, t) for task in tasks]
         groups = balanced(costs, GROUPS) if averaged else list(range(len(tasks)))
-        waves = {n: deque(mine) for n, mine in zip(self._workers, self._waves(costs, groups), strict=True)}
+        waves = {n: deque(mine) for n, mine in zip(self.workers, self._waves(costs, groups), strict=True)}
         arrays = RoundArrays([task.message for task in tasks])
 
         def send(worker: int) -> Any:
             wave = waves[worker].popleft()
             orders = [self._order(tasks[i], groups[i] if averaged else None, arrays, t) for i in wave]
-            return self._workers[worker].train.remote(t, orders, *arrays.taken())
+            return self.workers[worker].train.remote(t, orders, *arrays.taken())
 
         going = {send(worker): worker for worker, mine in waves.items() if mine}
         answers: dict[str, Answer] = {}
@@ -169,9 +169,9 @@ class RayFederation(SimulatedClients):
 
     def _waves(self, costs: Sequence[int], groups: Sequence[int]) -> list[list[list[int]]]:
         """For each worker the clients of each of its calls, longest first; a group stays on one worker."""
-        places = balanced(totals(costs, groups), len(self._workers))
+        places = balanced(totals(costs, groups), len(self.workers))
         longest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
-        by_worker: list[list[int]] = [[] for _ in self._workers]
+        by_worker: list[list[int]] = [[] for _ in self.workers]
         for i in longest_first:
             by_worker[places[groups[i]]].append(i)
         return [[mine[i : i + WAVE] for i in range(0, len(mine), WAVE)] for mine in by_worker]
@@ -212,18 +212,18 @@ class RayFederation(SimulatedClients):
 
     def _ask_all(self, what: str, *given: Any) -> dict[int, Any]:
         """The answers of all workers to one call."""
-        calls = {worker: getattr(actor, what).remote(*given) for worker, actor in self._workers.items()}
+        calls = {worker: getattr(actor, what).remote(*given) for worker, actor in self.workers.items()}
         return {worker: fetched(worker, call) for worker, call in calls.items()}
 
     def _go_on_without(self, lost: WorkerLostError, t: int) -> None:
         """Drops a worker that died; raises if it was the last one."""
-        del self._workers[lost.worker]
+        del self.workers[lost.worker]
         which = f"round {t}: worker {lost.worker} on {self._machines[lost.worker]} died ({lost})"
         require(
-            bool(self._workers),
+            bool(self.workers),
             f"{which}, and no other is left; earlier rounds are saved: resume the run",
         )
-        log.warning("%s: repeating the round on %s", which, counted(len(self._workers), "worker"))
+        log.warning("%s: repeating the round on %s", which, counted(len(self.workers), "worker"))
 
 
 class RoundArrays:
