@@ -40,6 +40,7 @@ from fedhassle.provenance import hardware, versions
 from fedhassle.terminal import say
 
 ENGINE = Engine(torch.device("cpu"))
+BUSY = 5_000_000  # additions
 ROUNDS = 200  # of the paper, for the balance
 
 
@@ -57,6 +58,28 @@ class Tiny(nn.Module):
 
 
 # Time
+
+
+def busy(actor: object = None) -> float:
+    """Seconds of some work on one core, as a call to an actor."""
+    clock = time.perf_counter()
+    total = 0
+    for i in range(BUSY):
+        total += i
+    return time.perf_counter() - clock
+
+
+def possible_here(federation: RayFederation) -> float:
+    """How much faster the workers do the same work at once than in turns: less on a busy machine."""
+    import ray
+
+    actors = list(federation.workers.values())
+    clock = time.perf_counter()
+    for actor in actors:
+        ray.get(actor.__ray_call__.remote(busy))
+    middle = time.perf_counter()
+    ray.get([actor.__ray_call__.remote(busy) for actor in actors])
+    return (middle - clock) / (time.perf_counter() - middle)
 
 
 def turns(
@@ -86,7 +109,10 @@ def measure_time(workers: int, rounds: int) -> dict[str, Any]:
         one, several = (
             stack.enter_context(closing(RayFederation(*common, number))) for number in (1, workers)
         )
-        found = list(turns(method, [Simulator(*common), one, several], Plan(rounds + 1, PER_ROUND)))
+        machine, found = [], []
+        for turn in turns(method, [Simulator(*common), one, several], Plan(rounds + 1, PER_ROUND)):
+            found.append(turn)
+            machine.append(possible_here(several))
     states = [[done.state for done, _ in turn] for turn in found]
     equal = all(same(state, alone) for alone, *others in states for state in others)
     names = ("in one process", "1 worker", f"{workers} workers")
@@ -95,11 +121,12 @@ def measure_time(workers: int, rounds: int) -> dict[str, Any]:
     counts = [[steps(method, c, done.t) for c in done.clients] for (done, _), *_ in found[1:]]
     possible = [sum(each) / max(totals(each, balanced(each, workers))) for each in counts]
     return {
-        "seconds": seconds,
-        "ratios": ratios,
-        "possible": possible,
-        "same_bits": equal,
         "workers": workers,
+        "seconds": seconds,
+        "same_bits": equal,
+        "ratios": ratios,
+        "possible_by_balance": possible,
+        "possible_on_this_machine": machine[1:],
     }
 
 
@@ -217,7 +244,8 @@ def main(
         for name, seconds in timed["seconds"].items():
             tell(f"{name}: {described(seconds)} s per round")
         tell(f"1 worker / {workers} workers: {described(timed['ratios'])}; same bits: {timed['same_bits']}")
-        tell(f"possible by the balance of steps: {described(timed['possible'])}")
+        tell(f"possible by the balance of steps: {described(timed['possible_by_balance'])}")
+        tell(f"possible on this machine now: {described(timed['possible_on_this_machine'])}")
         report["memory"] = []
         for many, drawn in zip(clients.split(","), per_round.split(","), strict=True):
             one = measure_memory(int(many), int(drawn), workers, 2)

@@ -18,9 +18,11 @@ from ray_commands import RayCommand
 from fedhassle.averaging import Averaged
 from fedhassle.engine import ray_federation
 from fedhassle.engine.cluster import Allocation, Machine, require_room
+from fedhassle.engine.device import Engine
 from fedhassle.engine.ray_federation import RayFederation, RoundArrays, balanced, require_same, totals
 from fedhassle.engine.ray_worker import Order, Worker, WorkerAbout, packed
 from fedhassle.engine.rounds import Averages, Plan, Reply, federate
+from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.method import Client, Update, average
 from fedhassle.methods import METHODS, FedAvg
@@ -216,6 +218,32 @@ def test_a_worker_returns_its_log(worker):
     called = worker.train(1, orders(method, method.initial(0), None))
     assert called.notes == [(logging.WARNING, "out of memory")]
     assert worker.train(1, []).notes == []
+
+
+@pytest.mark.gpu
+def test_a_worker_on_a_gpu_trains_as_a_simulator_there_does():
+    """Deterministic, on lanes: the same bits for whole updates, and their mean within rounding."""
+    engine = Engine(torch.device("cuda"), "fp32", lanes=2, deterministic=True)
+    worker = Worker(small.dataset(), 0, engine, 1)
+    logging.getLogger("fedhassle").removeHandler(worker.notes)
+    method = small.hassle()
+    worker.adopt(pickle.loads(pickle.dumps(method)))
+    state = {name: vector.to("cuda") for name, vector in method.initial(0).items()}
+    alone = Simulator(small.dataset(), small.SPLIT, 0, engine)
+    asked = orders(method, state, None)
+    replies = alone.train(method, [(one.client, method.message(state, one.client, 1)) for one in asked], 1)
+    outcomes = worker.train(1, asked).outcomes
+    for reply in replies:
+        found = outcomes[reply.update.client.name].arrays
+        assert small.same({k: torch.tensor(v) for k, v in found.items()}, on_cpu(reply.update.arrays))
+    worker.train(1, orders(method, state, 0))
+    expected = average([reply.update for reply in replies])
+    for name, vector in worker.finish()[0].arrays.items():
+        assert torch.allclose(torch.tensor(vector), expected[name].cpu(), rtol=1e-5, atol=1e-6)
+
+
+def on_cpu(arrays):
+    return {name: vector.cpu() for name, vector in arrays.items()}
 
 
 # Settings
