@@ -11,10 +11,10 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,22 +78,48 @@ def possible_here(federation: RayFederation) -> float:
     for actor in actors:
         ray.get(actor.__ray_call__.remote(busy))
     middle = time.perf_counter()
-    ray.get([actor.__ray_call__.remote(busy) for actor in actors])
+    asked(federation, busy)
     return (middle - clock) / (time.perf_counter() - middle)
 
 
-def turns(
-    method: Method, federations: Sequence[Federation], plan: Plan
-) -> Iterator[list[tuple[Round, float]]]:
-    """Each round on one federation after the other, with its seconds."""
+class Turn(NamedTuple):
+    """One round on one federation."""
+
+    done: Round
+    seconds: float
+    busiest: (
+        float  # CPU seconds of the worker with most of them, which other work on the machine hardly changes
+    )
+
+
+def turns(method: Method, federations: Sequence[Federation], plan: Plan) -> Iterator[list[Turn]]:
+    """Each round on one federation after the other."""
     going = [federate(method, federation, plan, method.initial(0)) for federation in federations]
     for _ in range(plan.rounds):
-        found = []
-        for rounds in going:
-            clock = time.perf_counter()
-            done = next(rounds)
-            found.append((done, time.perf_counter() - clock))
-        yield found
+        yield [one_turn(*both) for both in zip(going, federations, strict=True)]
+
+
+def one_turn(rounds: Iterator[Round], federation: Federation) -> Turn:
+    """The next round."""
+    before, clock = cpu_seconds(federation), time.perf_counter()
+    done = next(rounds)
+    seconds = time.perf_counter() - clock
+    return Turn(done, seconds, max(b - a for a, b in zip(before, cpu_seconds(federation), strict=True)))
+
+
+def cpu_seconds(federation: Federation) -> list[float]:
+    """CPU seconds of each worker so far; without workers, of this process."""
+    if not isinstance(federation, RayFederation):
+        return [time.process_time()]
+    return asked(federation, lambda actor: time.process_time())
+
+
+def asked(federation: RayFederation, question: Callable[[Any], float]) -> list[float]:
+    """The answers of all workers to a question."""
+    import ray
+
+    found: list[float] = ray.get([a.__ray_call__.remote(question) for a in federation.workers.values()])
+    return found
 
 
 def measure_time(workers: int, rounds: int) -> dict[str, Any]:
@@ -113,18 +139,22 @@ def measure_time(workers: int, rounds: int) -> dict[str, Any]:
         for turn in turns(method, [Simulator(*common), one, several], Plan(rounds + 1, PER_ROUND)):
             found.append(turn)
             machine.append(possible_here(several))
-    states = [[done.state for done, _ in turn] for turn in found]
+    states = [[one.done.state for one in turn] for turn in found]
     equal = all(same(state, alone) for alone, *others in states for state in others)
     names = ("in one process", "1 worker", f"{workers} workers")
-    seconds = {name: [turn[i][1] for turn in found[1:]] for i, name in enumerate(names)}  # the first warms up
-    ratios = [turn[1][1] / turn[2][1] for turn in found[1:]]
-    counts = [[steps(method, c, done.t) for c in done.clients] for (done, _), *_ in found[1:]]
+    seconds = {
+        name: [turn[i].seconds for turn in found[1:]] for i, name in enumerate(names)
+    }  # the first warms up
+    ratios = [turn[1].seconds / turn[2].seconds for turn in found[1:]]
+    cpu = [turn[1].busiest / turn[2].busiest for turn in found[1:]]
+    counts = [[steps(method, c, turn[0].done.t) for c in turn[0].done.clients] for turn in found[1:]]
     possible = [sum(each) / max(totals(each, balanced(each, workers))) for each in counts]
     return {
         "workers": workers,
         "seconds": seconds,
         "same_bits": equal,
         "ratios": ratios,
+        "cpu_ratios": cpu,
         "possible_by_balance": possible,
         "possible_on_this_machine": machine[1:],
     }
@@ -146,13 +176,11 @@ def peak_megabytes(actor: object = None) -> float:
 
 def measure_memory(clients: int, per_round: int, workers: int, rounds: int) -> dict[str, Any]:
     """The peak memory of each worker after FedAvg rounds of a tiny network with many clients."""
-    import ray
-
     dataset = tiny_dataset()
     parts = overlapping(clients, 10, len(dataset.y_train))
     method = METHODS["fedavg"](net=Net(Tiny, dataset.shape, dataset.classes), batch=10, epochs=1, lr=LR)
     with closing(RayFederation(dataset, parts, 0, ENGINE, 1, workers)) as federation:
-        before = peaks(ray, federation)
+        before = peaks(federation)
         began = time.perf_counter()
         for _ in federate(method, federation, Plan(rounds, per_round), method.initial(0)):
             pass
@@ -161,16 +189,15 @@ def measure_memory(clients: int, per_round: int, workers: int, rounds: int) -> d
             "clients": clients,
             "clients_per_round": per_round,
             "megabytes_at_start": before,
-            "megabytes": peaks(ray, federation),
+            "megabytes": peaks(federation),
             "driver_megabytes": peak_megabytes(),
             "seconds_per_round": seconds,
         }
 
 
-def peaks(ray: Any, federation: RayFederation) -> list[float]:
+def peaks(federation: RayFederation) -> list[float]:
     """The peak memory of each worker."""
-    calls = [actor.__ray_call__.remote(peak_megabytes) for actor in federation.workers.values()]
-    return [round(found, 1) for found in ray.get(calls)]
+    return [round(found, 1) for found in asked(federation, peak_megabytes)]
 
 
 def tiny_dataset() -> Dataset:
@@ -244,6 +271,7 @@ def main(
         for name, seconds in timed["seconds"].items():
             tell(f"{name}: {described(seconds)} s per round")
         tell(f"1 worker / {workers} workers: {described(timed['ratios'])}; same bits: {timed['same_bits']}")
+        tell(f"the same for CPU seconds of the busiest worker: {described(timed['cpu_ratios'])}")
         tell(f"possible by the balance of steps: {described(timed['possible_by_balance'])}")
         tell(f"possible on this machine now: {described(timed['possible_on_this_machine'])}")
         report["memory"] = []

@@ -221,6 +221,7 @@ def test_a_worker_returns_its_log(worker):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_worker_on_a_gpu_trains_as_a_simulator_there_does():
     """Deterministic, on lanes: the same bits for whole updates, and their mean within rounding."""
     engine = Engine(torch.device("cuda"), "fp32", lanes=2, deterministic=True)
