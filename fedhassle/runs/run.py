@@ -154,17 +154,17 @@ def load_images(request: Request) -> Dataset:
 def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run:
     """Builds everything that a run needs."""
     settings = runnable(request)
+    if settings.distributed:
+        require_workers(settings)
     dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     return Run(folder, settings, dataset, split, method_for_run(settings, dataset, split))
 
 
 def runnable(request: Request) -> Settings:
-    """Valid settings, whose trackers are installed, and whose workers can be."""
+    """Valid settings, whose trackers are installed."""
     settings = resolve(request)
     require_installed(settings.track or ())
-    if settings.distributed:
-        require_workers(settings)
     return settings
 
 

@@ -27,8 +27,9 @@ from fedhassle.errors import DivergedError, UserError
 from fedhassle.method import Client, Update, average
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.provenance import machine
-from fedhassle.runs.run import reopen
+from fedhassle.runs.run import identify, reopen
 from fedhassle.settings.build import build_dataset
+from fedhassle.settings.request import request
 
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all tests
 
@@ -279,6 +280,12 @@ def test_more_workers_than_devices_are_an_error(workers, allocation, machines, m
 def test_bad_values_are_refused_before_a_folder_is_made(words, message, without_residuals, tmp_path):
     code, out, err = small.call("run", *without_residuals, "method=fedavg", *words, "--out", tmp_path / "run")
     assert (code, out) == (2, "") and message in err and not (tmp_path / "run").exists()
+
+
+def test_workers_do_not_change_the_identity_of_a_run(without_residuals):
+    """Also where they do not fit: results from larger machines are checked on smaller ones."""
+    few, many = (request(None, [*without_residuals, *more]) for more in ([], ["workers=64", "threads=1000"]))
+    assert identify(many).key == identify(few).key and identify(many).machine.startswith("64 × ")
 
 
 def test_without_ray_the_message_names_the_extra(without_residuals, tmp_path, monkeypatch):
