@@ -234,7 +234,7 @@ class Bench:
         )
         reset_memory(self.device)  # of the steps whose FLOPs were counted
         # On lanes all clients take part at first, so that each lane records every shape.
-        everyone = CLIENTS if simulator.lanes is not None else PER_ROUND
+        everyone = CLIENTS if simulator.trainer.lanes is not None else PER_ROUND
         first, rounds = time_rounds(method, simulator, Plan(self.size.rounds, PER_ROUND), everyone)
         memory = peak_memory(self.device)
         return method_figures(first, rounds, costs, peak) | {"gpu_memory": memory}

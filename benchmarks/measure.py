@@ -130,9 +130,9 @@ def time_rounds(
     The latter continue until `plan.rounds` of them have recorded nothing new: lanes record each shape of job
     when they first meet it, which may be late for a rare kind of client.
     """
-    state = {k: v.to(simulator.engine.device) for k, v in method.initial(plan.seed).items()}
+    state = {k: v.to(simulator.trainer.engine.device) for k, v in method.initial(plan.seed).items()}
     first, rounds = [], []
-    with on_cores(1), simulator.engine.active():  # clients train in parallel instead
+    with on_cores(1), simulator.trainer.engine.active():  # clients train in parallel instead
         for done, timed in clocked(method, simulator, Plan(FIRST, everyone, plan.seed), state, 1):
             first.append(timed)
             state = done.state
@@ -148,7 +148,7 @@ def clocked(
     method: Method, simulator: Simulator, plan: Plan, state: Arrays, first: int
 ) -> Iterator[tuple[Round, Timed]]:
     """Rounds with their times; each time includes all work on the device."""
-    rounds, device = federate(method, simulator, plan, state, first), simulator.engine.device
+    rounds, device = federate(method, simulator, plan, state, first), simulator.trainer.engine.device
     while True:
         before = recordings(simulator)
         synchronise(device)
@@ -164,7 +164,7 @@ def clocked(
 
 def recordings(simulator: Simulator) -> int:
     """Number of stretches of steps that the lanes have recorded."""
-    lanes = simulator.lanes.lanes if simulator.lanes is not None else []
+    lanes = simulator.trainer.lanes.lanes if simulator.trainer.lanes is not None else []
     return sum(len(program.runs) for lane in lanes for program in lane.programs.values())
 
 
@@ -191,14 +191,16 @@ def flops_of_step(method: Method, simulator: Simulator) -> dict[str, float]:
     They are those of the method itself in full precision, without operations that a faster implementation
     adds (padding) or saves.
     """
-    rows = torch.arange(min(method.batch, len(simulator.y)), device=simulator.y.device)
-    y = simulator.y[rows]
+    rows = torch.arange(min(method.batch, len(simulator.trainer.y)), device=simulator.trainer.y.device)
+    y = simulator.trainer.y[rows]
     state = {k: v.to(rows.device) for k, v in method.initial(0).items()}
     found: dict[str, float] = {}
     for client in kinds(len(rows)):
         labelled, unlabelled = (rows[: client.count(part)] for part in ("labelled", "unlabelled"))
-        samples = Samples(simulator.images, labelled, y[: len(labelled)], unlabelled, y[: len(unlabelled)])
-        site = Site(client, samples, simulator.views)
+        samples = Samples(
+            simulator.trainer.images, labelled, y[: len(labelled)], unlabelled, y[: len(unlabelled)]
+        )
+        site = Site(client, samples, simulator.trainer.views)
         planned = visit(method, site, method.message(state, client, FIRST + 1), None, FIRST + 1, 0)
         for job in planned.jobs:
             if job.phase.name not in found:

@@ -97,8 +97,19 @@ class Averaged(Method):
         return self.inner.counts(update)
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
-        """Merges, then m ← a·m + (1 − a)·w for each model w that predicts; a = min(average, 1 − 1/t)."""
-        merged = self.inner.merge(plain(state), updates, t, rng)
+        """Merges as the method does, and moves the running means."""
+        return self.with_means(state, self.inner.merge(plain(state), updates, t, rng), t)
+
+    def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
+        """The method's next state, and the running means."""
+        return self.with_means(state, self.inner.next_state(plain(state), means, t), t)
+
+    def merges_means(self) -> bool:
+        """True if the method's own merge needs only the means of its updates."""
+        return self.inner.merges_means()
+
+    def with_means(self, state: Arrays, merged: Arrays, t: int) -> Arrays:
+        """Returns m ← a·m + (1 − a)·w for each model w that predicts; a = min(average, 1 − 1/t)."""
         decay, now = self.average or 0.0, self.inner.model(merged).items()
         return merged | {
             MEAN_OF + name: running_mean(state.get(MEAN_OF + name, w), w, decay, t) for name, w in now

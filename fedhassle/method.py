@@ -331,7 +331,16 @@ class Method:
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Each vector: the mean over those who trained it, by `counts`; else unchanged (Eqs. 1, 2, 10)."""
-        return state | average([update._replace(samples=self.counts(update)) for update in updates])
+        means = average([update._replace(samples=self.counts(update)) for update in updates])
+        return self.next_state(state, means, t)
+
+    def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
+        """Returns the state after round t, from the mean of each vector that was trained."""
+        return state | means
+
+    def merges_means(self) -> bool:
+        """Returns true if a round needs only the means of its updates: `merge` is the one above."""
+        return type(self).merge is Method.merge
 
     def model(self, state: Arrays) -> Arrays:
         """Returns the part of the state that prediction needs."""

@@ -306,6 +306,10 @@ class Net:
         self.n_weights = sum(self.weight_sizes)
         self.n_statistics = sum(self.statistic_sizes)
 
+    def __reduce__(self) -> tuple[type[Net], tuple[Callable[..., nn.Module], Shape, int, float]]:
+        """Travels to another process as its four arguments."""
+        return Net, (self.build, self.shape, self.classes, self.width)
+
     def scaled(self, width: float) -> Net:
         """The same network with `width` times the channels of the full one."""
         return Net(self.build, self.shape, self.classes, width)

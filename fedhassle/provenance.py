@@ -46,7 +46,7 @@ def own_code(name: str) -> str | None:
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 
 
-def hardware(device: torch.device, threads: int) -> dict[str, Any]:
+def hardware(device: torch.device, threads: int, workers: int = 1) -> dict[str, Any]:
     """Describes the machine, as far as results and run times depend on it."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
@@ -55,13 +55,16 @@ def hardware(device: torch.device, threads: int) -> dict[str, Any]:
         "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "workers": workers,
         "system": platform.system(),
     }
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
-    """Returns the part that decides the run time: the GPU, or the processor and its number of threads."""
-    return str(hardware["gpu"] or f"{hardware['cpu']}, {counted(hardware['threads'], 'thread')}")
+    """Returns what decides the run time: the GPU, or the processor and its threads; and several workers."""
+    one = str(hardware["gpu"] or f"{hardware['cpu']}, {counted(hardware['threads'], 'thread')}")
+    workers = hardware.get("workers", 1)  # not in old summaries
+    return one if workers == 1 else f"{workers} × {one}"
 
 
 @cache

@@ -21,6 +21,12 @@ def mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return result
 
 
+def add_to_mean(mean: Tensor, before: float, vector: Tensor, weight: float) -> None:
+    """Moves a mean of weight `before` by one more vector, in place: vectors need not be held together."""
+    if weight:
+        mean.add_(vector - mean, alpha=weight / (before + weight))
+
+
 def running_mean(before: Tensor, now: Tensor, decay: float, t: int) -> Tensor:
     """a·before + (1 − a)·now, where a = decay; in the first rounds 1 − 1/t, as in a plain mean."""
     return now.lerp(before, min(decay, 1 - 1 / t))

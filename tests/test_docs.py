@@ -104,7 +104,11 @@ def test_the_commands_of_the_federation_page_parse():
 def test_the_benchmark_commands_of_the_speed_page_parse():
     program = typer.Typer()
     program.command()(benchmark)
-    (source,) = re.findall(r"^```bash\n(.*?)^```", PAGES["speed.md"], re.MULTILINE | re.DOTALL)
+    source, workers = re.findall(r"^```bash\n(.*?)^```", PAGES["speed.md"], re.MULTILINE | re.DOTALL)
+    _, *commands = [shlex.split(line, comments=True) for line in workers.splitlines()]
+    for name, *words in (words[1:] for words in commands):
+        with get_command(app).commands[name].make_context(name, words):
+            assert name in ("run", "resume")
     for line in source.splitlines():
         words = shlex.split(line, comments=True)
         assert words[:3] == ["python", "-m", "benchmarks"]

@@ -25,14 +25,24 @@ DataDir = Annotated[
 Labels = Annotated[Path | None, typer.Option(help="Label file (default: labels.csv beside the images).")]
 Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|auto|HOST:PORT",
+        help="Ray cluster of the workers: a new one on this machine (local), the one that it belongs to "
+        "(auto), or one by its address (default: local if workers is more than 1).",
+    ),
+]
 
 
-def parse_request(words: Sequence[str] | None, data_dir: Path | None, device: str | None) -> Request:
+def parse_request(
+    words: Sequence[str] | None, data_dir: Path | None, device: str | None, ray: str | None = None
+) -> Request:
     """Returns the settings that the words and options of a command request."""
     config, changes = None, list(words or [])
     if changes and not is_setting(changes[0]):
         config, *changes = changes
-    return request(config, [*changes, *options_as_settings(data_dir, device)])
+    return request(config, [*changes, *options_as_settings(data_dir, device, ray)])
 
 
 def is_setting(word: str) -> bool:
@@ -40,9 +50,9 @@ def is_setting(word: str) -> bool:
     return "=" in word and not word.endswith(".toml")
 
 
-def options_as_settings(data_dir: Path | None, device: str | None) -> list[str]:
+def options_as_settings(data_dir: Path | None, device: str | None, ray: str | None = None) -> list[str]:
     """Returns the given options as KEY=VALUE words."""
-    given = {"data.folder": None if data_dir is None else str(data_dir), "device": device}
+    given = {"data.folder": None if data_dir is None else str(data_dir), "device": device, "ray": ray}
     return [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None
     ]

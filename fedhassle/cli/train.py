@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.cli.options import DataDir, Device, Words, parse_request
+from fedhassle.cli.options import DataDir, Device, Ray, Words, parse_request
 from fedhassle.names import counted
 from fedhassle.settings.request import variations
 from fedhassle.terminal import say
@@ -34,21 +34,23 @@ def run(
     ] = None,
     data_dir: DataDir = None,
     device: Device = None,
+    ray: Ray = None,
 ) -> None:
     """Train a model, or several with different settings.
 
     CONFIG is a preset (quick, paper) or a TOML file with the settings that differ from the paper's. KEY=VALUE
     overrides it: method=fedavg rounds=50 split.alpha=0.5 seed=1. With --vary each value is a run with its own
-    folder; on a GPU the runs train in parallel.
+    folder; on a GPU the runs train in parallel. With workers=4 a run trains on four GPUs or groups of cores.
     """
     if not vary:
-        requested = parse_request(words, data_dir, device)
+        requested = parse_request(words, data_dir, device, ray)
         from fedhassle.runs.run import start
 
         follow_run(start(requested, out))
         return
     many = [
-        (name, parse_request([*(words or []), *more], data_dir, device)) for name, more in variations(vary)
+        (name, parse_request([*(words or []), *more], data_dir, device, ray))
+        for name, more in variations(vary)
     ]
     from fedhassle.runs.run import start_several
 
@@ -62,6 +64,8 @@ def resume(
     device: Annotated[
         str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: the run's).")
     ] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of workers (default: the run's).")] = None,
+    ray: Ray = None,
 ) -> None:
     """Resume runs after a crash, a kill or Ctrl-C."""
     from fedhassle.files import remove_stale_lock
@@ -75,7 +79,7 @@ def resume(
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     load = Loader()
-    cut = [reopen(path, device, load) for path in there if path not in finished]
+    cut = [reopen(path, device, load, workers, ray) for path in there if path not in finished]
     if len(cut) == 1:
         follow_run(cut[0])
     elif cut:
@@ -89,10 +93,12 @@ def follow_run(launched: Run) -> None:
     from fedhassle.runs.train import train_run
 
     settings, path = launched.settings, launched.folder.path
+    workers = f" with {counted(settings.workers, 'worker')}" if settings.distributed else ""
+    place = settings.device + workers
     say(
         console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {settings.device}; "
+        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {place}; "
         f"files in {path}",
     )
     try:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from fedhassle.data.split.layout import Kind
 from fedhassle.errors import DivergedError
-from fedhassle.method import Client, Method, Update
+from fedhassle.method import Client, Method, Update, average
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
 
@@ -23,6 +23,17 @@ class Reply(NamedTuple):
     bytes_up: int
 
 
+class Averages(NamedTuple):
+    """The answers of a round whose updates were averaged where clients trained, in the order of the messages.
+
+    The updates of its replies have no arrays.
+    """
+
+    replies: tuple[Reply, ...]
+    finite: tuple[bool, ...]  # of each reply: whether its update had no NaN or infinity, and counts
+    means: tuple[Update, ...]  # of groups of clients: each vector's mean, and the total of its weights
+
+
 class Federation(Protocol):
     """A set of clients that train, in this process or over a network."""
 
@@ -30,8 +41,13 @@ class Federation(Protocol):
         """Clients that can take part now, in a fixed order; may wait for them."""
         ...
 
-    def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> Sequence[Reply]:
-        """Trains the clients that receive a message in round t; replies come in the order of the messages."""
+    def train(
+        self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int
+    ) -> Sequence[Reply] | Averages:
+        """Trains the clients that receive a message in round t; replies come in the order of the messages.
+
+        If `Method.merges_means`, it may average their updates itself.
+        """
         ...
 
     def rewind(self, t: int) -> None:
@@ -76,9 +92,14 @@ def federate(
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
-        replies, dropped = split_finite(federation.train(method, messages, t), t)
-        updates = [reply.update for reply in replies]
-        state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
+        answers = federation.train(method, messages, t)
+        replies, dropped = split_finite(answers, t)
+        if isinstance(answers, Averages):
+            updates = list(answers.means)
+            state = method.next_state(state, average(updates), t)
+        else:
+            updates = [reply.update for reply in replies]
+            state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
         tell_untrained(method, updates, t)
         yield Round(t, state, clients, replies, dropped)
 
@@ -90,9 +111,14 @@ def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
     return tuple(clients[k] for k in sorted(drawn.tolist()))
 
 
-def split_finite(replies: Sequence[Reply], t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:
+def split_finite(answers: Sequence[Reply] | Averages, t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:
     """Splits replies into those without and those with NaN or infinity; logs the clients of the latter."""
-    finite = all_finite([list(reply.update.arrays.values()) for reply in replies])
+    finite: Sequence[bool]
+    if isinstance(answers, Averages):
+        replies, finite = answers.replies, answers.finite
+    else:
+        replies = tuple(answers)
+        finite = all_finite([list(reply.update.arrays.values()) for reply in replies])
     good = tuple(reply for reply, ok in zip(replies, finite, strict=True) if ok)
     dropped = tuple(reply for reply, ok in zip(replies, finite, strict=True) if not ok)
     bad = [reply.update.client.name for reply in dropped]

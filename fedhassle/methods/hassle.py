@@ -6,12 +6,11 @@ Where the paper is silent or its script differs, a field is the ruling; docs/pap
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from fedhassle.errors import require
@@ -25,7 +24,6 @@ from fedhassle.method import (
     Part,
     Phase,
     Stream,
-    Update,
     as_models,
     require_confidence,
 )
@@ -201,11 +199,10 @@ class Hassle(Method):
         difference = kl_divergence(target / self.tau, r / self.tau)  # L_res (Eq. 7)
         return complement + self.lam * difference
 
-    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+    def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
         """Eqs. 1, 2 and 10; the dual that a residual was trained against stays with it (ruling 11)."""
-        trained = {name for update in updates for name in update.arrays}
-        before = {side.before: state[side.dual] for side in SIDES if side.residual in trained}
-        merged = super().merge(state, updates, t, rng) | before
+        before = {side.before: state[side.dual] for side in SIDES if side.residual in means}
+        merged = state | means | before
         return merged | ({"w_U": merged["w_S"]} if t <= self.warmup else {})
 
     def logits(self, side: Side, known: Models, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from fedhassle.method import (
     Models,
     Phase,
     Stream,
-    Update,
     as_models,
     require_confidence,
 )
@@ -136,9 +134,9 @@ class HasslePlus(Method):
             losses.append(self.gamma * distance)
         return torch.stack(losses).sum()
 
-    def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
+    def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
         """Averages over clients, then over rounds; after round `start`, w_U starts from m_S."""
-        merged = super().merge(state, updates, t, rng)
+        merged = state | means
         for model, mean in MEANS.items():
             if model in state:
                 merged[mean] = running_mean(state[mean], merged[model], self.average, t)

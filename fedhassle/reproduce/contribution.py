@@ -92,6 +92,7 @@ class CheckedHardware(Checked):
     cpu: Text
     cores: int | None
     threads: int = Field(ge=1)
+    workers: int = Field(default=1, ge=1)  # not in old summaries
     system: Text
 
 

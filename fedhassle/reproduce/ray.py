@@ -1,24 +1,26 @@
-"""A sweep over several GPUs or machines: each cell is a Ray task. No other module knows Ray.
-
-Ray is imported inside the functions: it reads its environment when it is first imported, and it is an extra.
-"""
+"""A sweep over several GPUs or machines: each cell is a Ray task."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import math
 import os
 import platform
-import re
-import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedhassle.engine.cluster import (
+    Allocation,
+    Machine,
+    cluster_machines,
+    connected,
+    first_line,
+    require_address,
+)
 from fedhassle.errors import DivergedError, UserError, require
 from fedhassle.names import counted
 from fedhassle.reproduce.experiment import Cell
@@ -33,55 +35,22 @@ from fedhassle.settings.request import PATHS, Request
 
 log = logging.getLogger("fedhassle")
 
-LOCAL, AUTO = "local", "auto"  # a temporary cluster on this machine; the running cluster that it is part of
-NO_USAGE_STATS = {"RAY_USAGE_STATS_ENABLED": "0"}
-LOCALHOST_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # makes Ray listen on 127.0.0.1 alone
-OBJECT_STORE_BYTES = 100_000_000  # of a local cluster; the messages are small
-HINT = f"ray start --head starts a cluster, --ray {LOCAL} one for a single command (docs/reproduce.md)"
 RETRIES = 1  # of a cell whose machine or process died
 STOP_TIMEOUT = 600  # seconds that a run has to end its round after a request to stop
 
 
-class Machine(NamedTuple):
-    """A machine of a cluster."""
-
-    id: str
-    name: str
-    gpus: float
-    cores: float
-
-
-class Allocation(NamedTuple):
-    """The resources of a cell: a part of a GPU, or CPU cores."""
-
-    sharing: int  # cells on one GPU
-    cores: int  # 0: it trains on a GPU
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """The options of a Ray task. Ray counts ten-thousandths; rounded down, so that all cells fit."""
-        if self.cores:
-            return {"num_cpus": self.cores}
-        return {"num_cpus": 0, "num_gpus": math.floor(10_000 / self.sharing) / 10_000}
-
-    def devices(self, machine: Machine) -> int:
-        """The number of devices of a machine: GPUs, or groups of cores."""
-        return int(machine.cores // self.cores if self.cores else machine.gpus)
-
-    def places(self, machines: Sequence[Machine]) -> int:
-        """The number of cells that train at once."""
-        return self.sharing * sum(self.devices(machine) for machine in machines)
-
-    def applied(self, requested: Request) -> Request:
-        """Settings with the allocated threads and device; a device that the user chose stays."""
-        layer: dict[str, Any] = {"threads": self.cores} if self.cores else {}
-        if requested.top("device", "auto") == "auto":
-            layer["device"] = "cpu" if self.cores else "cuda"
-        return Request((*requested.layers, layer))
+def placed(requested: Request, allocation: Allocation) -> Request:
+    """Settings with the allocated threads and device; a device that the user chose stays."""
+    layer: dict[str, Any] = {"threads": allocation.cores} if allocation.cores else {}
+    if requested.top("device", "auto") == "auto":
+        layer["device"] = "cpu" if allocation.cores else "cuda"
+    return Request((*requested.layers, layer))
 
 
 def allocation_for(cells: Sequence[Cell], machines: Sequence[Machine], together: int | None) -> Allocation:
     """A part of a GPU if the cluster has GPUs, otherwise as many cores as the settings have threads."""
+    spread = any(cell.requested.top("workers", 1) != 1 for cell in cells)
+    require(not spread, "workers=N spreads each run, --ray spreads the runs: leave out one of them")
     devices = {cell.requested.top("device", "auto") for cell in cells}
     gpus = sum(int(machine.gpus) for machine in machines)
     require(gpus > 0 or "cuda" not in devices, "device=cuda: the Ray cluster has no GPU")
@@ -252,10 +221,7 @@ class RaySweep(Sweep):
         together: int | None = None,
         budget: float | None = None,
     ) -> None:
-        require(
-            address in (LOCAL, AUTO) or re.fullmatch(r"[^/\s]+:\d+", address) is not None,
-            f"--ray {address!r} is not a cluster: write {LOCAL}, {AUTO}, or HOST:PORT of a running one",
-        )
+        require_address(address)
         super().__init__(ledger, cells, runs.absolute(), together, budget)
         self._address, self._together = address, together
         self._allocation = Allocation(1, 1)
@@ -296,7 +262,7 @@ class RaySweep(Sweep):
         return [self._task(cell, Folder(self._home(cell))) for cell in found.values()]
 
     def _task(self, cell: Cell, folder: Folder) -> CellTask:
-        sent = replace(cell, requested=self._allocation.applied(cell.requested))
+        sent = replace(cell, requested=placed(cell.requested, self._allocation))
         return CellTask(sent, cell.identity, str(folder.path), self._allocation.sharing)
 
     def _events(self) -> Generator[Event]:
@@ -366,64 +332,6 @@ class RaySweep(Sweep):
         return self._returned.pop(cell.identity.key, None) or super()._result(cell)
 
 
-@contextmanager
-def connected(address: str) -> Iterator[None]:
-    """Connects to Ray inside the block; a local cluster is started, and ends with all its processes."""
-    alone = address == LOCAL
-    for name, value in {**NO_USAGE_STATS, **(LOCALHOST_ONLY if alone else {})}.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        message = "--ray needs Ray, which is not installed: pip install 'fedhassle[ray]'"
-        raise UserError(message) from error
-    started = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if alone else {}
-    try:
-        join(address, **started)
-        yield
-    finally:
-        ray.shutdown()
-
-
-def join(address: str, **started: Any) -> None:
-    """Connects this process to a cluster; a failure is a one-line error."""
-    import ray
-
-    if address not in (LOCAL, AUTO):
-        require_reachable(address)
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **started)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        # No cluster is running, or its version or token differs: Ray's message says which.
-        message = f"--ray {address}: the cluster cannot be joined: {first_line(error)}; {HINT}"
-        raise UserError(message) from error
-
-
-def require_reachable(address: str) -> None:
-    """Refuses a HOST:PORT that does not answer; Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise UserError(f"--ray {address}: no answer; {HINT}") from error
-
-
-def cluster_machines() -> list[Machine]:
-    """The machines of the cluster."""
-    import ray
-
-    return [
-        Machine(
-            node["NodeID"],
-            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
-            node["Resources"].get("GPU", 0),
-            node["Resources"].get("CPU", 0),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
 def check_machines(
     able: Sequence[Machine], allocation: Allocation, samples: Sequence[CellTask]
 ) -> dict[Machine, str]:
@@ -460,8 +368,3 @@ def on_machine(remote: Any, node: str, **options: Any) -> Any:
 def lost(error: Exception) -> str:
     """Ray's error about a task that returned nothing, in a line."""
     return f"Ray lost the task: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

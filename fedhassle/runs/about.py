@@ -18,6 +18,7 @@ def about_run(run: Run) -> Metrics:
     settings = run.settings.as_toml()
     settings["data"].pop("folder", None)  # a path on this machine is nobody else's business
     settings.pop("track", None)  # nor are its trackers
+    settings.pop("ray", None)  # nor is the address of its cluster
     return {
         "format": 1,
         "method": run.settings.method.name,
@@ -27,7 +28,7 @@ def about_run(run: Run) -> Metrics:
         "settings_hash": settings_hash(run.settings, run.dataset, run.split),
         "split_hash": run.split.hash,
         "versions": versions_of(run.settings),
-        "hardware": hardware(run.device, run.settings.threads),
+        "hardware": hardware(run.device, run.settings.threads, run.settings.workers),
     }
 
 

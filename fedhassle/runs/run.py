@@ -13,6 +13,7 @@ import torch
 
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
+from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
 from fedhassle.engine.rounds import Plan
 from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
@@ -38,7 +39,14 @@ from fedhassle.settings.build import (
     own_code_of,
 )
 from fedhassle.settings.request import Request
-from fedhassle.settings.schema import PER_DEVICE, Settings, method_class, resolve, resolved_device
+from fedhassle.settings.schema import (
+    PER_DEVICE,
+    PER_WORKERS,
+    Settings,
+    method_class,
+    resolve,
+    resolved_device,
+)
 
 Load = Callable[[Settings], Dataset]
 """A function that loads the images of a run."""
@@ -146,6 +154,8 @@ def load_images(request: Request) -> Dataset:
 def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run:
     """Builds everything that a run needs."""
     settings = runnable(request)
+    if settings.distributed:
+        require_workers(settings)
     dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     return Run(folder, settings, dataset, split, method_for_run(settings, dataset, split))
@@ -156,6 +166,14 @@ def runnable(request: Request) -> Settings:
     settings = resolve(request)
     require_installed(settings.track or ())
     return settings
+
+
+def require_workers(settings: Settings) -> None:
+    """Refuses workers without Ray, or, if they are on this machine, more than it has devices for."""
+    require_ray(f"workers={settings.workers}" if settings.ray is None else f"--ray {settings.ray}")
+    if settings.ray in (None, LOCAL):
+        allocation = allocation_of(settings.device, settings.threads)
+        require_room(settings.workers, allocation, [this_machine()])
 
 
 def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method:
@@ -171,15 +189,25 @@ def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method
 # Runs that were cut
 
 
-def reopen(path: Path, device: str | None = None, load: Load = build_dataset) -> Run:
-    """A run that was cut, ready to resume; `device` moves it to another device."""
+def reopen(
+    path: Path,
+    device: str | None = None,
+    load: Load = build_dataset,
+    workers: int | None = None,
+    ray: str | None = None,
+) -> Run:
+    """A run that was cut, ready to resume; the options move it to another device, or to other workers."""
     folder = Folder(path)
     if folder.audit.exists():
         raise UserError(f"{path} is a federation's run: resume it with {resume_command(folder)}")
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     request = stored_request(folder)
-    run = prepare(folder, request if device is None else on_device(request, device), load)
+    if device is not None:
+        request = on_device(request, device)
+    if workers is not None or ray is not None:
+        request = on_workers(request, workers, ray)
+    run = prepare(folder, request, load)
     require_same_code(run)
     return run
 
@@ -190,6 +218,16 @@ def on_device(request: Request, device: str) -> Request:
         return request
     layers = [{k: v for k, v in layer.items() if k not in PER_DEVICE} for layer in request.layers]
     return Request((*layers, {"device": device}))
+
+
+def on_workers(request: Request, workers: int | None, ray: str | None) -> Request:
+    """A request on other workers or another cluster, with threads that suit their number.
+
+    One worker without a cluster is this process.
+    """
+    layers = [{k: v for k, v in layer.items() if k not in PER_WORKERS} for layer in request.layers]
+    number = request.top("workers", 1) if workers is None else workers
+    return Request((*layers, {"workers": number} | ({} if ray is None else {"ray": ray})))
 
 
 def stored_device(request: Request) -> str:
@@ -255,6 +293,6 @@ def identify(request: Request) -> Identity:
         data=Path(settings.data.name).name,
         rounds=settings.rounds,
         device=settings.device,
-        machine=machine(hardware(torch.device(settings.device), settings.threads)),
+        machine=machine(hardware(torch.device(settings.device), settings.threads, settings.workers)),
         headline=method_class(settings.method.name).headline,
     )

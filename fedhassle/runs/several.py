@@ -60,10 +60,12 @@ def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Ev
     """
     before = 0
     # PyTorch's global switches hold for the whole process: runs that need others wait for the earlier ones.
-    for engine, group in itertools.groupby(runs, lambda run: build_engine(run.settings)):
+    # A run with workers has all devices to itself.
+    kinds = itertools.groupby(runs, lambda run: (build_engine(run.settings), run.settings.distributed))
+    for (engine, distributed), group in kinds:
         begun = 0
         with ExitStack() as stack:
-            if engine.device.type == "cpu":
+            if distributed or engine.device.type == "cpu":
                 events = in_turn(group)
             else:
                 stack.enter_context(engine.active())

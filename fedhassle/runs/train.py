@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,15 @@ import torch
 
 from fedhassle.data.split.split import pooled
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.cores import on_cores
+from fedhassle.engine.cluster import LOCAL, connected
+from fedhassle.engine.cores import available_cores, on_cores
+from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import accuracy, check_headline, check_predictions
+from fedhassle.engine.ray_federation import RayFederation
 from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import round_files, write_arrays
+from fedhassle.engine.trainer import dataset_views
 from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
@@ -50,7 +54,7 @@ from fedhassle.runs.record import (
 from fedhassle.runs.run import Run, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
-from fedhassle.settings.build import binding_settings, build_engine
+from fedhassle.settings.build import binding_settings, build_engine, own_code_of
 from fedhassle.settings.request import flat
 from fedhassle.vectors import Arrays
 
@@ -67,18 +71,17 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
 
     `sharing`: the number of runs that share the process and its GPU, this one included.
     """
-    settings = run.settings
     memory = ClientState(run.folder.memory)
-    engine = build_engine(settings)
+    engine = build_engine(run.settings)
     if sharing > 1:
         engine = engine._replace(lanes=min(engine.lanes, max(1, SHARED_LANES // sharing)))
-    split = pooled(run.split, run.method.pooled) if run.method.pooled else run.split
-    simulator = Simulator(run.dataset, split, settings.seed, engine, settings.threads, memory)
+    views = dataset_views(run.dataset, run.device)
+    threads = min(available_cores(), run.settings.threads * run.settings.workers)  # workers wait meanwhile
     images = torch.from_numpy(run.dataset.x_test).to(run.device)
     y = torch.from_numpy(run.dataset.y_test).to(run.device)
 
     def evaluate(state: Arrays, t: int) -> Evaluation:
-        found = accuracy(run.method, state, images, y, simulator.views, simulator.workers)
+        found = accuracy(run.method, state, images, y, views, 1 if run.device.type == "cuda" else threads)
         return Evaluation(found.overall, by_class(run.dataset.class_names, found.by_class))
 
     with (
@@ -90,7 +93,24 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
         start = resumed(run)
         memory.require(start.kept or {})
         write_settings(run)
-        yield from train_in_federation(run, simulator, evaluate, start)
+        with simulated(run, engine, memory) as federation:
+            yield from train_in_federation(run, federation, evaluate, start)
+
+
+@contextmanager
+def simulated(run: Run, engine: Engine, memory: ClientState) -> Iterator[Federation]:
+    """The clients of a run: in this process, or on the workers of a Ray cluster."""
+    settings, dataset = run.settings, run.dataset
+    split = pooled(run.split, run.method.pooled) if run.method.pooled else run.split
+    common = dataset, split, settings.seed, engine, settings.threads
+    if not settings.distributed:
+        yield Simulator(*common, memory)
+        return
+    with (
+        connected(settings.ray or LOCAL, dataset.x_train.nbytes),
+        closing(RayFederation(*common, settings.workers, memory, own_code_of(settings))) as federation,
+    ):
+        yield federation
 
 
 def train_in_federation(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
+from fedhassle.engine.cluster import require_address
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES
 from fedhassle.errors import UserError, require
@@ -24,7 +25,8 @@ from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, ex
 
 COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
 
-PER_DEVICE = ("device", "threads", "precision", "compile")  # chosen anew when a run moves to another device
+PER_WORKERS = ("workers", "ray", "threads")  # chosen anew when a run gets other workers
+PER_DEVICE = ("device", "precision", "compile", *PER_WORKERS)  # … and when it moves to another device
 
 REQUIRED = ("networks", "initial", "phases", "predict")  # `Method` leaves these to its subclasses
 
@@ -90,6 +92,8 @@ class Settings(BaseModel):
     evaluate_every: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)  # clients in parallel on a CPU; 0: one per core
+    workers: int = Field(default=1, ge=1, le=64)  # processes that share a run, each with a GPU or `threads`
+    ray: str | None = None  # the cluster of the workers: local, auto or HOST:PORT; default: local if several
     lanes: int = Field(default=LANES, ge=1, le=256)  # clients in parallel on a GPU, if its memory allows
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
     compile: bool | None = None  # compile kernels for a GPU, which takes a minute; default: when it pays
@@ -97,6 +101,11 @@ class Settings(BaseModel):
     track: Annotated[list[Tool] | None, BeforeValidator(split_words)] = None
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
+
+    @property
+    def distributed(self) -> bool:
+        """True if the run trains on workers of a Ray cluster, not in its own process."""
+        return self.workers > 1 or self.ray is not None
 
     def as_toml(self) -> dict[str, Any]:
         """The settings that are not None, as tables; of a split in a file only its path."""
@@ -119,11 +128,13 @@ def resolve(request: Request) -> Settings:
     table = {k: v for k, v in given.items() if k not in unused}
     settings = validated(method, name, {**merged, "method": {**table, "name": name}})
     device = resolved_device(settings.device)
+    if settings.ray is not None:
+        require_address(settings.ray)
     chosen = {
         "device": device,
         "precision": resolved_precision(settings.precision, device),
         "compile": resolved_compile(settings, device),
-        "threads": settings.threads or available_cores(),
+        "threads": settings.threads or max(1, available_cores() // settings.workers),
         "split": resolved_split(settings.split, request),
         "method": MethodSettings(**settings.method.model_dump()),
     }

@@ -51,6 +51,7 @@ from benchmarks.report import (
     scaling_table,
     steady,
 )
+from benchmarks.workers import balance
 from fedhassle.engine.client import advance, batches_of, draw, prepare, visit
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.rounds import Plan
@@ -387,7 +388,7 @@ def test_steps_of_a_round_and_of_an_average_one():
 def test_rounds_that_record_are_counted():
     """On lanes of a CPU: the first rounds record, later ones do not."""
     simulator = small.simulator()
-    simulator.lanes = Lanes(small.ENGINE._replace(lanes=2))
+    simulator.trainer.lanes = Lanes(small.ENGINE._replace(lanes=2))
     first, rounds = time_rounds(small.hassle(), simulator, Plan(2, 6), 6)
     assert first[0].recordings > 0 and rounds[-1].recordings == 0
     assert recordings(simulator) == sum(done.recordings for done in first + rounds)
@@ -616,3 +617,16 @@ def test_the_whole_benchmark_on_a_gpu(net, tmp_path):
     for figures in report["methods"].values():
         assert figures["plain"].keys() == {"fp32", "tf32"} and figures["gpu_memory"] > 0
         assert figures["rounds"][0]["t"] == 3
+
+
+# Workers
+
+
+def test_the_paper_rounds_divide_as_the_speed_page_says():
+    """With eight workers the longest client is alone: a partial one of 410 steps, by hand.
+
+    10 epochs of ⌈278/128⌉ = 3 and of ⌈2223/128⌉ = 18 batches, and twice 100 batches for the residuals.
+    """
+    found = balance("hassle", (1, 8))
+    assert found["steps"]["8"] == 10 * (3 + 18) + 2 * 100
+    assert (found["steps"]["1"], found["times_fewer"]["8"]) == (2792.5, 6.81)

@@ -76,7 +76,9 @@ def test_the_number_of_workers_changes_no_bit(name):
         simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
         rounds = list(federate(method, simulator, Plan(3, 5, 0), method.initial(0)))
         images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
-        results.append((rounds, accuracy(method, rounds[-1].state, images, y, simulator.views, workers)))
+        results.append(
+            (rounds, accuracy(method, rounds[-1].state, images, y, simulator.trainer.views, workers))
+        )
     (first, score), *others = results
     for rounds, found in others:
         assert found == score

@@ -273,6 +273,8 @@ def test_defaults_on_a_gpu(monkeypatch):
 ELSEWHERE = {
     "device": "cuda",
     "threads": 7,
+    "workers": 4,
+    "ray": "auto",
     "lanes": 3,
     "precision": "bf16",
     "compile": True,

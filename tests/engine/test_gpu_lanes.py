@@ -199,7 +199,7 @@ def test_a_federation_on_lanes_is_that_on_cores():
         states = []
         for on_lanes in (False, True):
             simulator = small.simulator(small.dataset(flip=True), only=only)
-            simulator.lanes = pool(2) if on_lanes else None
+            simulator.trainer.lanes = pool(2) if on_lanes else None
             rounds = federate(method, simulator, Plan(3, 3, 0), method.initial(0))
             states.append([done.state for done in rounds])
         assert all(small.same(a, b) for a, b in zip(*states, strict=True))

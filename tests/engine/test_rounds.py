@@ -321,7 +321,7 @@ def test_a_small_federation_learns(data):
     method = FedAvg(small.net(channels=data.shape[0]), batch=8, epochs=5, lr=0.1)
     state = small.simulate(method, 6, per_round=6, data=data)[-1].state
     images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
-    views = small.simulator(data).views
+    views = small.simulator(data).trainer.views
     found = accuracy(method, state, images, y, views).overall["model"]
     z = method.net.logits(state["w"], views.normalise(images))
     assert found == np.mean(z.argmax(1).numpy() == data.y_test)
@@ -335,7 +335,7 @@ def test_accuracy_is_the_share_over_all_batches(at_once, small_is, monkeypatch):
     monkeypatch.setattr("fedhassle.nets.SMALL", small_is)  # images here have 144 pixels
     data = small.dataset()
     method = FedAvg(small.net(small.Linear))
-    images, views = torch.from_numpy(data.x_test), small.simulator(data).views
+    images, views = torch.from_numpy(data.x_test), small.simulator(data).trainer.views
     state = method.initial(0)
     truth = method.net.logits(state["w"], views.normalise(images)).argmax(1)
     truth[32:36] = (truth[32:36] + 1) % 4
@@ -353,7 +353,7 @@ def test_the_accuracy_on_each_class_is_that_of_the_headline(monkeypatch):
     """In passes of 16 images. `local` reports the mean over its clients' models, on each class as overall."""
     monkeypatch.setitem(IMAGES_A_PASS, "cpu", 16)
     data = small.dataset()
-    images, views = torch.from_numpy(data.x_test), small.simulator(data).views
+    images, views = torch.from_numpy(data.x_test), small.simulator(data).trainer.views
     y = torch.from_numpy(data.y_test % 3)  # none of the last class
     method = Hassle(small.net(small.Linear))
     z = method.predict(method.initial(0), views.normalise(images))["EM"].argmax(1)
@@ -382,7 +382,11 @@ def test_final_accuracies_by_class_are_means_of_the_last_ten_evaluations():
 
 def test_accuracy_is_measured_in_float32_whatever_training_is_in(monkeypatch):
     data, method, seen = small.dataset(), FedAvg(small.net()), []
-    images, y, views = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test), small.simulator().views
+    images, y, views = (
+        torch.from_numpy(data.x_test),
+        torch.from_numpy(data.y_test),
+        small.simulator().trainer.views,
+    )
     state, predict = method.initial(0), FedAvg.predict
     expected = method.net.logits(state["w"], views.normalise(images))
     monkeypatch.setattr(FedAvg, "predict", lambda *words: seen.append(predict(*words)) or seen[-1])

@@ -9,6 +9,7 @@ import torch
 
 from fedhassle.engine.client import train
 from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.trainer import Task
 from fedhassle.engine.transfer import HELD, sent
 from fedhassle.methods import FedAvg, FedMatch
 
@@ -121,7 +122,8 @@ def test_both_ends_of_fedmatch_have_what_was_sent():
                     sparse(vector, known[name], 0.01) if name in known else (vector, 4 * len(vector))
                 )
                 down += size
-            update, _ = train(method, here.site(client), arrived, None, t, 0)
+            site = here.trainer.site(Task(client, *here.rows[client.name], arrived, None))
+            update, _ = train(method, site, arrived, None, t, 0)
             back = {name: sparse(vector, arrived[name], 0.01) for name, vector in update.arrays.items()}
             assert small.same(reply.update.arrays, {name: vector for name, (vector, _) in back.items()})
             assert (reply.bytes_down, reply.bytes_up) == (down, sum(size for _, size in back.values()))
@@ -153,16 +155,16 @@ def test_other_methods_send_everything():
 def test_a_client_that_failed_drops_out_and_is_not_remembered(bad, monkeypatch, caplog):
     """In round 2 of 3 the update of client 2 is not finite: it drops out, and its known arrays stay."""
     method, here, failing = fedmatch(), small.simulator(), "client 2"
-    plain = here._on_cores
+    plain = here.trainer.train
 
-    def on_cores(method, messages, t):
-        return [(broken(update) if t == 2 else update, kept) for update, kept in plain(method, messages, t)]
+    def training(method, tasks, t):
+        return [(broken(update) if t == 2 else update, kept) for update, kept in plain(method, tasks, t)]
 
     def broken(update):
         fails = update.client.name == failing
         return update._replace(arrays={k: v * bad for k, v in update.arrays.items()}) if fails else update
 
-    monkeypatch.setattr(here, "_on_cores", on_cores)
+    monkeypatch.setattr(here.trainer, "train", training)
     held = {}
     with caplog.at_level(logging.WARNING, "fedhassle"):
         for done in federate(method, here, Plan(3, 6, 0), method.initial(0)):

@@ -442,7 +442,9 @@ def test_a_site_measures_in_float32_whatever_it_trains_in(tmp_path, monkeypatch)
     vector, net = method_named("fedavg").initial(0)["w"], method_named("fedavg").net
     assert "right" in node.answer("evaluate", Payload(words, {"whole w": vector.numpy()})).words
     images = torch.from_numpy(x[node.rows.validation])
-    assert torch.equal(seen[0]["model"], net.logits(vector, small.simulator().views.normalise(images)))
+    assert torch.equal(
+        seen[0]["model"], net.logits(vector, small.simulator().trainer.views.normalise(images))
+    )
 
 
 def test_a_site_keeps_only_what_a_resumed_run_may_need(tmp_path):

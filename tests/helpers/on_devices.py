@@ -8,7 +8,7 @@ import torch
 
 from fedhassle.engine.client import Samples, Site, train
 from fedhassle.engine.device import Engine
-from fedhassle.engine.simulator import dataset_views
+from fedhassle.engine.trainer import dataset_views
 from fedhassle.methods import METHODS
 from fedhassle.nets import ResNet8
 

@@ -23,8 +23,9 @@ from fedhassle.data.split.split import Split
 from fedhassle.engine.client import Samples, Site, train
 from fedhassle.engine.device import Engine
 from fedhassle.engine.rounds import Plan, federate
-from fedhassle.engine.simulator import Simulator, dataset_views
+from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import read_arrays
+from fedhassle.engine.trainer import dataset_views
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Client, Descent, Method, Phase, Stream
 from fedhassle.methods import METHODS, Hassle

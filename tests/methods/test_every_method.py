@@ -72,7 +72,7 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
     trained = method.model(last.state)
     assert any(k not in start or not torch.equal(v, start[k]) for k, v in trained.items())
     images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
-    scores = accuracy(method, last.state, images, y, simulator.views).overall
+    scores = accuracy(method, last.state, images, y, simulator.trainer.views).overall
     assert method.headline in scores and all(0 <= score <= 1 for score in scores.values())
 
 

@@ -27,7 +27,7 @@ def fedavg(**settings):
 
 
 def images(n=6):
-    return small.simulator().views.normalise(torch.from_numpy(small.dataset().x_test[:n]))
+    return small.simulator().trainer.views.normalise(torch.from_numpy(small.dataset().x_test[:n]))
 
 
 # FedAvg, FedProx and HASSLE

@@ -6,30 +6,26 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from ledgers import FEW, experiment
-from small import LIMIT, but_seconds, call, checkpoints, environment, interruptible
+from ray_commands import RayCommand
+from small import but_seconds, call, checkpoints
 
+from fedhassle.engine.cluster import Allocation, Machine
 from fedhassle.errors import UserError
 from fedhassle.reproduce import ray
 from fedhassle.reproduce.experiment import Selection, cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.ray import (
-    Allocation,
     CellTask,
-    Machine,
     ProgressBoard,
     RaySweep,
     allocation_for,
     check_machine,
+    placed,
     train_cell,
 )
 from fedhassle.reproduce.sweep import Sweep
@@ -82,7 +78,7 @@ def results(folder):
 
 def task(cell, home, allocation=None):
     allocation = allocation or Allocation(1, 1)
-    sent = replace(cell, requested=allocation.applied(cell.requested))
+    sent = replace(cell, requested=placed(cell.requested, allocation))
     return CellTask(sent, cell.identity, str(home), allocation.sharing)
 
 
@@ -123,6 +119,8 @@ def test_resources_that_no_machine_has_are_an_error(chosen):
         allocation_for(asked(chosen, threads=3), [SMALL, SMALL], None)
     with pytest.raises(UserError, match=r"device=cuda.* no GPU"):
         allocation_for(asked(chosen, device="cuda"), [SMALL], None)
+    with pytest.raises(UserError, match=r"workers=N spreads each run, --ray spreads the runs"):
+        allocation_for(asked(chosen, workers=2), [LARGE], None)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_resources_that_no_machine_has_are_an_error(chosen):
 )
 def test_settings_follow_the_allocation_but_keep_a_chosen_device(device, allocation, expected, chosen):
     (cell,) = asked(chosen[:1], device=device)
-    applied = allocation.applied(cell.requested)
+    applied = placed(cell.requested, allocation)
     assert {key: applied.top(key, None) for key in expected} == expected
 
 
@@ -271,60 +269,10 @@ def test_no_cluster_is_needed_if_no_cell_is_missing(made, tiny, monkeypatch):
 # With Ray
 
 
-class Started:
-    """The command in its own process group; its processes are found by a mark in their environment."""
-
-    def __init__(self, tiny, folder, *words):
-        self.mark = uuid.uuid4().hex
-        self.home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
-        self.output = folder / "output.txt"
-        options = ("--ray", "local", "--results", folder / "results", "--runs", folder / "runs")
-        changes = {"MARK": self.mark, "HOME": str(self.home), "RAY_TMPDIR": str(self.home)}
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                interruptible("reproduce", tiny, *options, *words),
-                env=environment(**changes),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for pid in self.living():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(LIMIT)
-        shutil.rmtree(self.home, ignore_errors=True)
-
-    def living(self, title=""):
-        """The numbers of its processes, or of those with a title."""
-        numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [number for number in numbers if self.owns(number, title)]
-
-    def owns(self, pid, title):
-        try:
-            marked = f"MARK={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-            return marked and Path(f"/proc/{pid}/cmdline").read_text().startswith(title)
-        except OSError:  # it has ended meanwhile
-            return False
-
-    def until(self, condition):
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, "the process hangs"
-            time.sleep(0.02)
-
-    def ended(self):
-        """Exit code and output, once the command is over; none of its processes are left."""
-        code = self.process.wait(LIMIT)
-        deadline = time.monotonic() + LIMIT
-        while self.living() and time.monotonic() < deadline:  # those that were told to end
-            time.sleep(0.1)
-        assert not self.living()
-        return code, self.output.read_text()
+def started(tiny, folder, *words):
+    """The command in a process of its own."""
+    options = ("--ray", "local", "--results", folder / "results", "--runs", folder / "runs")
+    return RayCommand(folder / "output.txt", "reproduce", tiny, *options, *words)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -332,8 +280,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
 
 @linux
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_tasks_give_the_same_results_and_a_failure_stops_no_other(made, tiny, tmp_path):
-    with Started(tiny, tmp_path) as command:
+    with started(tiny, tmp_path) as command:
         code, out = command.ended()
     assert code == 1 and results(tmp_path) == results(made)
     first, *lines = out.splitlines()
@@ -347,9 +296,10 @@ def test_tasks_give_the_same_results_and_a_failure_stops_no_other(made, tiny, tm
 
 @linux
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_dead_process_is_replaced_and_ctrl_c_ends_after_the_round(chosen, tiny, tmp_path):
     """A run that would take days: its process is killed, another resumes it, then the command is stopped."""
-    with Started(tiny, tmp_path, "--only", "fine-0", "--rounds", "900000") as command:
+    with started(tiny, tmp_path, "--only", "fine-0", "--rounds", "900000") as command:
 
         def reached():
             found = [checkpoints(home) for home in (tmp_path / "runs").glob("*/")]

@@ -38,6 +38,8 @@ def test_the_hash_is_the_same_on_every_machine(monkeypatch):
         ("compile=false",),
         ("deterministic=true",),
         ("track=mlflow",),
+        ("workers=2",),
+        ("ray=auto", "workers=3"),
     ]
     assert {hash_of(dataset, "device=cpu", *words) for words in on_cpu} == {base}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -192,7 +192,7 @@ class SiteNode:
         images, y = (
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
-        found = hits(run.method, state, images, y, run.simulator.views)
+        found = hits(run.method, state, images, y, run.simulator.trainer.views)
         log.info(
             "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
         )
