@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
@@ -59,7 +59,7 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits."""
-        x = F.relu(max_pool(self.conv1(x)))  # same as pooling after the ReLU, with a quarter of its work
+        x = F.relu(self.conv1.pooled(x))  # same as pooling after the ReLU, with a quarter of its work
         x = F.relu(max_pool(self.conv2(x)))
         x = F.relu(self.hidden1(x.flatten(1)))
         z: Tensor = self.output(F.relu(self.hidden2(x)))  # (B, M)
@@ -77,6 +77,11 @@ def max_pool(x: Tensor) -> Tensor:
     return torch.maximum(x[..., ::2], x[..., 1::2])
 
 
+def planar(x: Tensor) -> Tensor:
+    """The tensor (N, C, H, W) plane by plane, with strides that say so even if it has one channel."""
+    return x.flatten(1).view(x.shape)
+
+
 class Stem(nn.Conv2d):
     """A convolution of an image's few channels; in bfloat16 padded to multiples of eight for matrix units."""
 
@@ -85,6 +90,29 @@ class Stem(nn.Conv2d):
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         return self.product(x) if self.out_channels % 8 == 0 else self.padded(x)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Returns the features after max-pooling over 2×2 squares.
+
+        While training on a CPU, one convolution with twice the stride computes the four pixels of a square as
+        four groups of planes. Pooling then compares long rows of memory instead of few planes, and the first
+        layer of LeNet takes half the time. Its sums have another order, so they differ by rounding.
+        """
+        trained = torch.is_grad_enabled() and self.weight.requires_grad
+        if not trained or x.device.type != "cpu" or self.out_channels % 2:
+            return max_pool(self(x))
+        # Planes are in the order (row of the square, half of the planes, column, plane). So pooled maps have
+        # two columns; with one, PyTorch would not see their layout and copy them.
+        kernels = planar(self.weight).chunk(2)  # (planes/2, C, h, w) each
+        shifts = [(half, row, column) for row in (0, 1) for half in (0, 1) for column in (0, 1)]
+        kernel = torch.cat([F.pad(kernels[half], (c, 1 - c, r, 1 - r)) for half, r, c in shifts])
+        halves = None if self.bias is None else self.bias.chunk(2)
+        bias = None if halves is None else torch.cat([halves[half] for half, _, _ in shifts])
+        z = F.conv2d(planar(x), kernel, bias, 2, self.padding)  # (B, 4·planes, H/2, W/2)
+        batch, _, height, width = z.shape
+        squares = z.view(batch, 2, 4, -1).permute(0, 3, 1, 2)  # (B, planes/2·H/2·W/2, 2, 4), channels_last
+        best = F.max_pool2d(squares, 2).permute(0, 2, 3, 1)
+        return best.reshape(batch, self.out_channels, height, width)
 
     def padded(self, x: Tensor) -> Tensor:
         """Pads the channels with zeros to a multiple of eight."""
@@ -272,6 +300,36 @@ class Piece(NamedTuple):
         return F.pad(entries, (0, self.room - self.size))
 
 
+class OwnCopy:
+    """A module that is called with other tensors for its parameters and buffers, and keeps its own.
+
+    As `torch.func.functional_call` does it, in a tenth of a millisecond less per layer with weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        tables = [table for layer in module.modules() for table in (layer._parameters, layer._buffers)]
+        self.places = {  # a tied weight has several
+            name: [(table, key) for table in tables for key, own in table.items() if own is tensor]
+            for name, tensor in self.tensors.items()
+        }
+
+    def __call__(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The module's output with these tensors."""
+        self._set(tensors)
+        try:
+            z: Tensor = self.module(x)
+        finally:
+            self._set(self.tensors)
+        return z
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for table, key in self.places[name]:
+                table[key] = tensor  # type: ignore[assignment] # a parameter may be any tensor
+
+
 class Net:
     """f(x; w): a network as a function of a flat vector of weights and one of BatchNorm statistics.
 
@@ -321,7 +379,7 @@ class Net:
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
         with CAPTURE_LOCK.eager() if x.is_cuda else nullcontext():
-            z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
+            z: Tensor = self.own_copy(training)(tensors, x)
         return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
 
     def _lowered(self, weights: Tensor) -> tuple[Tensor, ...]:
@@ -332,13 +390,13 @@ class Net:
         other_sizes = self.weight_sizes[self._n_kernel_pieces :]
         return (*torch.split(kernels.to(low), kernel_sizes), *torch.split(others, other_sizes))
 
-    def own_copy(self, training: bool) -> nn.Module:
+    def own_copy(self, training: bool) -> OwnCopy:
         """The copy of the module for this thread and mode, since both its tensors and its mode are state."""
         mode, copies = "training" if training else "evaluation", vars(self._copies)
         if mode not in copies:
-            copies[mode] = copy.deepcopy(self._module).train(training)
-        module: nn.Module = copies[mode]
-        return module
+            copies[mode] = OwnCopy(copy.deepcopy(self._module).train(training))
+        made: OwnCopy = copies[mode]
+        return made
 
     @cached_property
     def draws(self) -> bool:

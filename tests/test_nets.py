@@ -168,11 +168,11 @@ def test_every_tensor_is_aligned_to_16_bytes(build, channels, monkeypatch):
     weights, statistics = net.parts(net.initial(0))
     seen = {}
 
-    def see(module, tensors, x):
+    def see(own, tensors, x):
         seen.update(tensors)
         return x[0]
 
-    monkeypatch.setattr(torch.func, "functional_call", see)
+    monkeypatch.setattr(nets.OwnCopy, "__call__", see)
     net(weights, statistics, torch.zeros(2, channels, 12, 12))
     assert len(seen) == len(list(net.build(net.shape, 7, 0.3).parameters())) + len(net.statistic_sizes)
     start = weights.data_ptr()
@@ -329,6 +329,61 @@ def test_max_pool_is_pytorchs(height, width, layout):
     assert gradient.sum() == expected.numel()  # each maximum passes one
 
 
+@pytest.mark.parametrize(("channels", "planes", "side"), [(1, 6, 28), (3, 6, 13), (1, 2, 12), (2, 5, 12)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_pooled_stem_is_a_convolution_and_then_pooling(channels, planes, side, bias):
+    """In training on a CPU it is computed in another way; the odd sizes lose their last row and column."""
+    stem = nets.Stem(channels, planes, 5, padding=2, bias=bias)
+    x = drawn(4, side, side + 1, channels).permute(0, 3, 1, 2)
+    weights = list(stem.parameters())
+    expected = F.max_pool2d(F.conv2d(x, stem.weight, stem.bias, padding=2), 2)
+    found, towards = stem.pooled(x), drawn(*expected.shape)
+    assert torch.allclose(found, expected, atol=1e-5)
+    gradients = torch.autograd.grad((found * towards).sum(), weights)
+    wanted = torch.autograd.grad((expected * towards).sum(), weights)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(gradients, wanted, strict=True))
+    with torch.no_grad():
+        assert torch.equal(stem.pooled(x), max_pool(stem(x)))
+
+
+def test_of_equal_pixels_the_first_of_a_square_passes_the_gradient():
+    stem = nets.Stem(1, 2, 1, bias=False)
+    x = torch.tensor([[1.0, 1.0], [1.0, 1.0]]).view(1, 1, 2, 2).requires_grad_()
+    (gradient,) = torch.autograd.grad(stem.pooled(x).sum(), x)
+    assert gradient.count_nonzero() == gradient[0, 0, 0, 0].count_nonzero() == 1
+
+
+# Calls with other tensors
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a layer without."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        """Fails on a batch of one."""
+        if len(x) == 1:
+            raise ZeroDivisionError
+        return self.second(self.first(x))
+
+
+def test_a_copy_is_called_with_other_tensors_and_keeps_its_own():
+    module = Tied()
+    own, before = nets.OwnCopy(module), {k: v.clone() for k, v in module.state_dict().items()}
+    weight, first, second, x = drawn(3, 3), drawn(3), drawn(3), drawn(2, 3)
+    tensors = {"first.weight": weight, "first.bias": first, "second.bias": second}
+    assert torch.allclose(own(tensors, x), (x @ weight.T + first) @ weight.T + second)
+    with pytest.raises(ZeroDivisionError):
+        own(tensors, x[:1])
+    after = module.state_dict()
+    assert isinstance(module.first.weight, nn.Parameter) and module.first.weight is module.second.weight
+    assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before)
+
+
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
@@ -412,8 +467,8 @@ def test_a_network_on_a_gpu_holds_the_capture_lock(monkeypatch):
     net, held = made(small.ConvNet, 1), []
     lock = CaptureLock()
     monkeypatch.setattr(nets, "CAPTURE_LOCK", lock)
-    call = torch.func.functional_call
-    monkeypatch.setattr(torch.func, "functional_call", lambda *args: held.append(lock._eager) or call(*args))
+    call = nets.OwnCopy.__call__
+    monkeypatch.setattr(nets.OwnCopy, "__call__", lambda *args: held.append(lock._eager) or call(*args))
 
     class OnGpu(torch.Tensor):
         is_cuda = True

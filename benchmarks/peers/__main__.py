@@ -25,7 +25,7 @@ def main(
     rounds: Annotated[int | None, typer.Option(help="Rounds to time per contender.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Times that all contenders run, in turn.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of a client per round.")] = None,
-    only: Annotated[str | None, typer.Option(help="Contenders, by the start of their names: pfl,Flower.")] = None,
+    only: Annotated[str | None, typer.Option(help="Peers, by the start of their names.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Little work on a CPU, to try a part.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds that a contender may take.")] = 120.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
@@ -37,9 +37,8 @@ def main(
     require(part in PARTS, f"there is no part {part!r}: choose one of {', '.join(PARTS)}")
     chosen = small(PARTS[part]) if quick else PARTS[part]
     work = chosen.work
-    require(
-        work.device == "cpu" or torch.cuda.is_available(), f"part {part!r} needs a GPU; --quick tries it on a CPU"
-    )
+    there = work.device == "cpu" or torch.cuda.is_available()
+    require(there, f"part {part!r} needs a GPU; --quick tries it on a CPU")
     work = replace(work, rounds=rounds or work.rounds, epochs=epochs or work.epochs)
     first, *others = chosen.contenders
     if only is not None:

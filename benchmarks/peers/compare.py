@@ -120,7 +120,7 @@ def figures(results: dict[str, list[Result]], reference: str) -> dict[str, Any]:
 
 def median_of(result: Result, key: str) -> float:
     """Median over the timed rounds of a result."""
-    return statistics.median(one[key] for one in result["rounds"])
+    return float(statistics.median(one[key] for one in result["rounds"]))
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def main() -> None:
         client_app=flower_client.app,
         num_supernodes=work.clients,
         backend_config={
-            "init_args": {"num_cpus": at_once, "include_dashboard": False},  # type: ignore[dict-item]
+            "init_args": {"num_cpus": at_once, "include_dashboard": False},
             "client_resources": {"num_cpus": 1, "num_gpus": gpus},
         },
     )

@@ -8,6 +8,9 @@ from benchmarks.peers.clock import How
 from benchmarks.peers.work import Work
 
 
+ALONE = How()
+
+
 @dataclass(frozen=True)
 class Contender:
     """Who does the work, and how."""
@@ -15,7 +18,7 @@ class Contender:
     name: str
     module: str  # run as `python -m`
     needs: tuple[str, ...] = ()  # packages that it imports
-    how: How = How()
+    how: How = ALONE
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Part:
     published: str = ""  # figures of others, to compare with
 
 
-def ours(how: How = How()) -> Contender:  # noqa: B008 - it is frozen
+def ours(how: How = ALONE) -> Contender:
     """Our rounds."""
     return Contender("fedhassle", "benchmarks.peers.our_rounds", (), how)
 

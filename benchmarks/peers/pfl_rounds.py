@@ -81,7 +81,7 @@ def train(work: Work, how: How) -> None:
     from pfl.model.pytorch import PyTorchModel
 
     gpu, several = work.device == "cuda", how.processes > 1
-    np.random.seed(0)  # noqa: NPY002 - pfl draws users by it, the same in all processes
+    np.random.seed(0)  # pfl draws users by it, the same in all processes
     steps, clock = [0], Clock(work.device, int(os.environ.get("CLOCK_ROOT", os.getpid())))
 
     class User(Dataset):  # type: ignore[misc]
@@ -136,7 +136,7 @@ def train(work: Work, how: How) -> None:
             clock.start()
             return Metrics()
 
-        def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> Any:
             """Ends a round and starts the next."""
             together()
             clock.stop()

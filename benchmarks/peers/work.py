@@ -54,7 +54,7 @@ def images_of(work: Work, client: int) -> tuple[npt.NDArray[np.uint8], npt.NDArr
 
 
 class Seen:
-    """A client's images for a peer: padded once, on the device; an epoch is shuffled and augmented at once."""
+    """A client's images for a peer: on the device; an epoch is shuffled and augmented at once."""
 
     def __init__(self, work: Work, client: int, channels_last: bool) -> None:
         x, y = images_of(work, client)
@@ -86,4 +86,4 @@ class Seen:
     def batches(self, batch: int) -> Iterator[Pair]:
         """An epoch, batch by batch; the last batch has the rest."""
         x, y = self.epoch()
-        yield from zip(x.split(batch), y.split(batch), strict=True)
+        yield from zip(torch.split(x, batch), torch.split(y, batch), strict=True)
