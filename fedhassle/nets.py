@@ -95,8 +95,8 @@ class Stem(nn.Conv2d):
         """Returns the features after max-pooling over 2×2 squares.
 
         While training on a CPU, one convolution with twice the stride computes the four pixels of a square as
-        four groups of planes. Pooling then compares long rows of memory instead of few planes, and the first
-        layer of LeNet takes half the time. Its sums have another order, so they differ by rounding.
+        four groups of planes. Pooling then compares long rows of memory instead of a few planes, which was a
+        fifth of LeNet's step. The sums have another order, so features differ by rounding.
         """
         trained = torch.is_grad_enabled() and self.weight.requires_grad
         if not trained or x.device.type != "cpu" or self.out_channels % 2:
@@ -303,7 +303,7 @@ class Piece(NamedTuple):
 class OwnCopy:
     """A module that is called with other tensors for its parameters and buffers, and keeps its own.
 
-    As `torch.func.functional_call` does it, in a tenth of a millisecond less per layer with weights.
+    As `torch.func.functional_call` does it, with less Python per call.
     """
 
     def __init__(self, module: nn.Module) -> None:

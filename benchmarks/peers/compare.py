@@ -81,10 +81,12 @@ def result_of(started: Sequence[str], limit: float) -> Result:
     )
     try:
         output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # Ctrl-C, too: its processes are in a group of their own
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return {"error": f"took more than {limit:.0f} s"}
+        if isinstance(error, subprocess.TimeoutExpired):
+            return {"error": f"took more than {limit:.0f} s"}
+        raise
     lines = [line for line in output.splitlines() if line.startswith(RESULT)]
     if process.returncode or not lines:
         return {"error": f"exit code {process.returncode}", "output": output[-TAIL:]}

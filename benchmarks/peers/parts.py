@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from benchmarks.peers.clock import How
 from benchmarks.peers.work import Work
 
-
 ALONE = How()
 
 
@@ -107,7 +106,8 @@ def small(part: Part) -> Part:
         work,
         clients=min(work.clients, 6),
         per_round=min(work.per_round, 4),
-        images=min(work.images, 2 * work.batch),
+        images=32,
+        batch=16,
         epochs=1,
         device="cpu",
         warmup=1,
