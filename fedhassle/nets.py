@@ -94,12 +94,11 @@ class Stem(nn.Conv2d):
     def pooled(self, x: Tensor) -> Tensor:
         """Returns the features after max-pooling over 2×2 squares.
 
-        While training on a CPU, one convolution with twice the stride computes the four pixels of a square as
+        In training on a CPU, one convolution with twice the stride computes the four pixels of a square as
         four groups of planes. Pooling then compares long rows of memory instead of a few planes, which was a
         fifth of LeNet's step. The sums have another order, so features differ by rounding.
         """
-        trained = torch.is_grad_enabled() and self.weight.requires_grad
-        if not trained or x.device.type != "cpu" or self.out_channels % 2:
+        if not self.training or x.device.type != "cpu" or self.out_channels % 2:
             return max_pool(self(x))
         # Planes are in the order (row of the square, half of the planes, column, plane). So pooled maps have
         # two columns; with one, PyTorch would not see their layout and copy them.
