@@ -42,9 +42,12 @@ class Views(NamedTuple):
 
     def weak(self, pixels: Tensor, u: Tensor) -> Tensor:
         """Flips horizontally with probability ½, then crops the reflect-padded image."""
-        if self.flip:
-            pixels = torch.where(u[:, 0, None, None, None] < 0.5, pixels.flip(2), pixels)
-        return random_crop(pixels, self.crop, u[:, 1], u[:, 2]) if self.crop else pixels
+        mirrored = u[:, 0] < 0.5 if self.flip else None
+        if self.crop:
+            return random_crop(pixels, self.crop, u[:, 1], u[:, 2], mirrored)
+        if mirrored is None:
+            return pixels
+        return torch.where(mirrored[:, None, None, None], pixels.flip(2), pixels)
 
 
 def make_views(
@@ -56,12 +59,22 @@ def make_views(
     return Views(scale.float().to(device), shift.float().to(device), flip, crop)
 
 
-def random_crop(pixels: Tensor, padding: int, down: Tensor, across: Tensor) -> Tensor:
-    """Returns a window of the image's own size from the reflect-padded image, placed by uniforms (B,)."""
-    rows = window(pixels.shape[1], padding, down)  # (B, H)
-    columns = window(pixels.shape[2], padding, across)  # (B, W)
-    sample = torch.arange(len(pixels), device=pixels.device)
-    return pixels[sample[:, None, None], rows[:, :, None], columns[:, None, :]]
+def random_crop(
+    pixels: Tensor, padding: int, down: Tensor, across: Tensor, mirrored: Tensor | None = None
+) -> Tensor:
+    """Returns a window of the image's own size from the reflect-padded image, placed by uniforms (B,).
+
+    Images that are `mirrored` (B,) are flipped first.
+    """
+    n, height, width, channels = pixels.shape
+    rows = window(height, padding, down)  # (B, H)
+    columns = window(width, padding, across)  # (B, W)
+    if mirrored is not None:
+        columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
+    rows = rows + height * torch.arange(n, device=pixels.device)[:, None]  # of all images
+    index = width * rows[:, :, None] + columns[:, None, :]  # (B, H, W)
+    # One index per pixel takes a quarter of the time of one per axis, on a CPU with three channels.
+    return pixels.reshape(-1, channels).index_select(0, index.flatten()).view(pixels.shape)
 
 
 def window(side: int, padding: int, u: Tensor) -> Tensor:
