@@ -142,8 +142,8 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
     """The split from a file, or a new one."""
     chosen = settings.split
     if chosen.file is not None:
-        found = Split.load(Path(chosen.file))
-        found.check(len(dataset.y_train))
+        found = Split.load(chosen.file, dataset.y_train)
+        found.check(dataset.y_train)
         return found
     return split.split(
         dataset.y_train,
