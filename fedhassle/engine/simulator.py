@@ -46,7 +46,6 @@ class Simulator:
         self.views = dataset_views(dataset, device)
         self.images = torch.from_numpy(dataset.x_train).to(device)
         self.y = torch.from_numpy(dataset.y_train).to(device)
-        self.truth_known = bool((dataset.y_train >= 0).all())  # unknown in a real federation
         # Not on the device, whose memory must not grow with the number of clients.
         parts = zip(split.labelled, split.unlabelled, strict=True)
         self.rows = dict(zip(split.names if names is None else names, parts, strict=True))
@@ -123,8 +122,8 @@ class Simulator:
         """The site of a client; its rows are on the device only while it trains."""
         rows = [np.ascontiguousarray(part, np.int64) for part in self.rows[client.name]]
         labelled, unlabelled = (to_device(part, self.engine.device) for part in rows)
-        truth = self.y[unlabelled] if self.truth_known else None
-        return Site(client, Samples(self.images, labelled, self.y[labelled], unlabelled, truth), self.views)
+        y, truth = self.y[labelled], self.y[unlabelled]  # in a real federation the truth is −1, unknown
+        return Site(client, Samples(self.images, labelled, y, unlabelled, truth), self.views)
 
 
 def clients_of(split: Split, names: Sequence[str] | None = None) -> Sequence[Client]:
