@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fedhassle.data import download, npz
 from fedhassle.data.npz import Images, Labels
 from fedhassle.errors import UserError
-from fedhassle.names import brief, nearest
+from fedhassle.names import brief, counted, nearest
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -22,7 +22,7 @@ class Dataset:
 
     name: str
     x_train: Images  # (N, H, W, C)
-    y_train: Labels  # (N,)
+    y_train: Labels  # (N,), −1 = no label
     x_test: Images
     y_test: Labels
     class_names: tuple[str, ...]
@@ -161,7 +161,7 @@ def load(name: str | Path, folder: Path | None = None, progress: bool = True) ->
     if str(name).lower().endswith(".npz"):
         return _load_file(Path(name))
     if os.path.isdir(name):  # noqa: PTH112 - any string goes
-        raise UserError(f"{str(name)!r} is a folder, not a data set; {npz.SIMULATION_HINT}")
+        raise UserError(f"{str(name)!r} is a folder, not a data set")
     options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file"
     raise UserError(f"unknown data set {brief(str(name))}{nearest(str(name), CATALOGUE)} ({options})")
 
@@ -193,7 +193,7 @@ def _cache() -> Path:
 def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     """Replaces the test set by a share of the training images of each class, at least one.
 
-    Settings are chosen on these images, never on the test set.
+    Settings are chosen on these images, never on the test set. Images without a label are never held out.
     """
     if not 0 < share < 1:
         raise UserError(f"the share to hold out must lie between 0 and 1, got {share}")
@@ -203,9 +203,8 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     for label, name in enumerate(dataset.class_names):
         members = generator.permutation(np.flatnonzero(dataset.y_train == label))
         if len(members) < 2:
-            raise UserError(
-                f"{dataset.name}: class {name!r} has {len(members)} image; 2 are needed to hold one out"
-            )
+            has = counted(len(members), "labelled image")
+            raise UserError(f"{dataset.name}: class {name!r} has {has}; 2 are needed to hold one out")
         count = min(max(1, round(share * len(members))), len(members) - 1)
         held[members[:count]] = True
     x, y = dataset.x_train, dataset.y_train

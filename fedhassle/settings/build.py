@@ -20,7 +20,7 @@ from fedhassle.data.split import split
 from fedhassle.data.split.cuts import SPLIT_KINDS
 from fedhassle.data.split.split import ClientRow, Split, table
 from fedhassle.engine.device import Engine
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
 from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
 from fedhassle.names import find
@@ -117,7 +117,11 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
             f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}"
         )
     dataset = dataclasses.replace(dataset, **given)
-    return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+    if data.holdout:
+        return catalogue.hold_out(dataset, data.holdout, settings.seed)
+    advice = "hold out a share of the training images with data.holdout, such as data.holdout=0.1"
+    require(len(dataset.y_test) > 0, f"{data.name} has no test images: {advice}")
+    return dataset
 
 
 def dataset_to_split(settings: Settings) -> Dataset:

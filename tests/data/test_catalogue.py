@@ -136,7 +136,7 @@ def test_hold_out_takes_its_share_of_each_class_from_training(share: float) -> N
     assert (held.mean, held.std, held.class_names) == (full.mean, full.std, full.class_names)
     assert hold_out(full, share, seed=3).x_test.ravel().tolist() == test
     assert hold_out(full, share, seed=4).x_test.ravel().tolist() != test
-    with pytest.raises(UserError, match="class 'c' has 1 image"):
+    with pytest.raises(UserError, match="class 'c' has 1 labelled image"):
         hold_out(hold_out(full, share, seed=3), share, seed=3)
     for bad in (0, 1, -0.1, 2, float("nan")):
         with pytest.raises(UserError, match=f"between 0 and 1, got {bad}"):

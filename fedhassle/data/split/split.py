@@ -16,7 +16,7 @@ from fedhassle.data.split.cuts import SPLIT_KINDS, Pool, Rows, Seed, shuffled_by
 from fedhassle.data.split.layout import Holding, LabelLayout, layout, relabelled, thinned, units
 from fedhassle.errors import UserError, require
 from fedhassle.files import atomic
-from fedhassle.names import brief
+from fedhassle.names import brief, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,9 +191,13 @@ def _parted(rows: Rows, offsets: Rows) -> tuple[Rows, ...]:
 
 
 class Drawer(NamedTuple):
-    """Divides pools of a training set by one kind of split, each pool with its own random numbers."""
+    """Divides pools of a training set by one kind of split, each pool with its own random numbers.
 
-    y: Rows
+    Nobody knows the classes of images without labels, so these are shared out at random by every kind.
+    """
+
+    y: Rows  # classes from 0 …
+    classes: int  # … to below this number, which stands for no label
     kind: str
     alpha: float
     seed: int
@@ -202,11 +206,16 @@ class Drawer(NamedTuple):
         """Returns the generator of the seed for one purpose."""
         return Seed(self.seed, name).generator()
 
-    def order(self) -> Rows:
+    def has_label(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Tells which rows have a label."""
+        return self.y[rows] < self.classes
+
+    def order(self, labels: int) -> Rows:
         """Returns all rows in random order such that every stretch has the classes in their proportion.
 
-        Each class takes turns at even distances, from a random start. The comments follow an example of
-        five samples, in which shuffling reverses the order and every start is ½.
+        The first `labels` rows have labels. Each class takes turns at even distances, from a random start.
+        The comments follow an example of five samples, in which shuffling reverses the order and every start
+        is ½.
         """
         # self.y = [0 1 0 1 0]
         rng = self.stream("order")
@@ -215,16 +224,53 @@ class Drawer(NamedTuple):
         m, rank = units(sizes)  # (N,) each, the class of a row and its rank in it: [0 0 0 1 1], [0 1 2 0 1]
         start = rng.random(sizes.size)  # (M,): [½ ½]
         turn = (rank + start[m]) / sizes[m]  # (N,) from 0 to 1: [⅙ ½ ⅚ ¼ ¾]
-        return by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
+        order = by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
+        first, rest = self.labelled_first(order, labels)
+        has_label = self.has_label(rest)
+        ranks, sizes = (np.where(has_label, f(has_label), f(~has_label)) for f in (np.cumsum, np.sum))
+        return np.concatenate([first, rest[np.argsort((ranks - 0.5) / sizes, kind="stable")]])
 
-    def divide(self, name: str, pool: Rows, targets: Rows, least: Rows) -> tuple[list[Rows], list[str]]:
-        """Divides a pool; returns the rows of each member, and notes for the reader."""
+    def labelled_first(self, rows: Rows, labels: int) -> tuple[Rows, Rows]:
+        """Returns the first `labels` rows that have labels, and all others."""
+        chosen = np.flatnonzero(self.has_label(rows))[:labels]
+        return rows[chosen], np.delete(rows, chosen)
+
+    def divide(
+        self, name: str, pool: Rows, targets: Rows, least: Rows, room: Rows | None = None
+    ) -> tuple[list[Rows], list[str]]:
+        """Divides a pool; returns the rows of each member, and notes for the reader.
+
+        `room`: how many rows without labels a member may get (default: any). If that is less than its
+        target, it gets at least one row with a label.
+        """
+        room = targets if room is None else room
+        has_label = self.has_label(pool)
+        bare = pool[~has_label]
+        shares = evenly(bare.size, room)
+        rest = np.maximum(least - shares, targets > room)
+        rows, notes = self._cut(name, pool[has_label], targets - shares, rest)
+        more = np.split(bare, np.cumsum(shares)[:-1]) if shares.size else []
+        return [np.concatenate(both) for both in zip(rows, more, strict=True)], notes
+
+    def _cut(self, name: str, pool: Rows, targets: Rows, least: Rows) -> tuple[list[Rows], list[str]]:
+        """Divides a pool of rows with labels; members whose target is 0 get none."""
+        some = np.flatnonzero(targets)
+        if some.size < targets.size:
+            rows, notes = self._cut(name, pool, targets[some], least[some])
+            given = dict(zip(some.tolist(), rows, strict=True))
+            return [given.get(k, pool[:0]) for k in range(targets.size)], notes
         if targets.size < 2:
             return [pool][: targets.size], []
-        members = Pool(self.y[pool], int(self.y.max()) + 1, targets, least)
+        members = Pool(self.y[pool], self.classes, targets, least)
         cut = SPLIT_KINDS[self.kind].cut(members, self.alpha, Seed(self.seed, name))
         parts = np.split(pool[cut.order], np.cumsum(cut.sizes)[:-1])
         return parts, [f"{name}: {cut.note}"] if cut.note else []
+
+
+def evenly(total: int, room: Rows) -> Rows:
+    """Divides a total in proportion to the room of each member, which is never exceeded."""
+    ends = np.cumsum(room) * total // max(int(room.sum()), 1)
+    return np.diff(ends, prepend=0)
 
 
 def split(
@@ -241,7 +287,8 @@ def split(
 ) -> Split:
     """Divides samples with classes y among clients, with and without labels.
 
-    `annotation` chooses the pools of rows, `kind` the way to divide a pool among its members.
+    `annotation` chooses the pools of rows, `kind` the way to divide a pool among its members. A sample whose
+    class is −1 has no label, so it is never labelled.
     """
     y = np.asarray(y)
     if y.ndim != 1 or y.size == 0 or not np.issubdtype(y.dtype, np.integer):
@@ -256,15 +303,32 @@ def split(
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise UserError(f"split.seed must be a whole number of at least 0, got {seed!r}")
     holdings = layout(labels, y.size, clients, size)
-    codes = np.unique(y, return_inverse=True)[1].astype(np.int64)
-    drawer = Drawer(codes, kind, float(alpha), int(seed))
+    has_label = y >= 0
+    _require_labels(labels, sum(holding.labelled for holding in holdings), has_label)
+    found, codes = np.unique(y[has_label], return_inverse=True)
+    classes = np.full(y.size, found.size)
+    classes[has_label] = codes
+    drawer = Drawer(classes, found.size, kind, float(alpha), int(seed))
     labelled, unlabelled, notes = ANNOTATIONS[annotation](drawer, holdings, labels)
+    if bare := int((~has_label).sum()):
+        notes.append(f"{counted(bare, 'image')} without a label: unlabelled, and shared out at random")
     if ratio is not None:
         n_l, n_u = (np.array([part.size for part in parts]) for parts in (labelled, unlabelled))
         kept = thinned(n_u, int(n_l.sum()), ratio)
         rng = drawer.stream("ratio")
         unlabelled = [rng.permutation(part)[:n] for part, n in zip(unlabelled, kept, strict=True)]
     return Split(tuple(map(np.sort, labelled)), tuple(map(np.sort, unlabelled)), tuple(notes))
+
+
+def _require_labels(labels: LabelLayout, wanted: int, has_label: npt.NDArray[np.bool_]) -> None:
+    """Raises if fewer images have a label than a layout asks for."""
+    there, samples = int(has_label.sum()), has_label.size
+    if wanted > there:
+        share = f"a labelled share of at most {there / samples:.10g}"
+        raise UserError(
+            f"split.labels={labels} asks for {wanted:,} labels, but only {there:,} of {samples:,} images "
+            f"have one; take {share}, fewer full clients, or a smaller split.size"
+        )
 
 
 Annotated = tuple[list[Rows], list[Rows], list[str]]
@@ -291,7 +355,7 @@ def _annotate_independent(drawer: Drawer, holdings: Sequence[Holding], labels: L
         IndependentPart("data of unlabelled clients", bare, n_u[bare]),
     )
     ends = np.cumsum([part.sizes.sum() for part in parts])
-    pools = np.split(drawer.order(), ends)[: len(parts)]  # rows after the last end stay unused
+    pools = np.split(drawer.order(int(n_l.sum())), ends)[: len(parts)]  # rows after the last end stay unused
     notes: list[str] = []
     if full.size == 1 and partial.size:
         # A single client would get an even mix: the authors divide with all partial clients first.
@@ -321,18 +385,16 @@ def _annotate_own(drawer: Drawer, holdings: Sequence[Holding], labels: LabelLayo
     sizes = np.array([holding.size for holding in holdings])
     planned = np.array([holding.labelled for holding in holdings])
     least = np.array([2 if holding.kind == "partial" else 1 for holding in holdings])
-    parts, notes = drawer.divide("data of all clients", drawer.order()[: sizes.sum()], sizes, least)
+    pool = drawer.order(int(planned.sum()))[: sizes.sum()]
+    parts, notes = drawer.divide("data of all clients", pool, sizes, least, room=sizes - planned)
     drawn = np.array([part.size for part in parts])
-    counts = planned if np.array_equal(drawn, sizes) else relabelled(labels, holdings, drawn)
+    most = np.array([int(drawer.has_label(part).sum()) for part in parts])
+    counts = planned if np.array_equal(drawn, sizes) else relabelled(labels, holdings, drawn, most)
     if counts.sum() != planned.sum():
         notes.append(f"the drawn sizes give {counts.sum()} labels; equal sizes would give {planned.sum()}")
     rng = drawer.stream("annotation")
-    shuffled = [rng.permutation(part) for part in parts]
-    return (
-        [rows[:n] for rows, n in zip(shuffled, counts, strict=True)],
-        [rows[n:] for rows, n in zip(shuffled, counts, strict=True)],
-        notes,
-    )
+    divided = [drawer.labelled_first(rng.permutation(part), n) for part, n in zip(parts, counts, strict=True)]
+    return [labelled for labelled, _ in divided], [rest for _, rest in divided], notes
 
 
 ANNOTATIONS: dict[str, Callable[[Drawer, Sequence[Holding], LabelLayout], Annotated]] = {
@@ -373,11 +435,12 @@ def pooled(split: Split, parts: Collection[str]) -> Split:
 
 
 def table(split: Split, y: npt.NDArray[np.integer], classes: int) -> list[ClientRow]:
-    """Returns one row for each client."""
+    """Returns one row for each client; counts by class are of images whose class is known."""
     y = np.asarray(y)
     rows = []
     for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True):
-        n_l, n_u = (np.bincount(y[part], minlength=classes) for part in (labelled, unlabelled))
+        known = [y[part][y[part] >= 0] for part in (labelled, unlabelled)]
+        n_l, n_u = (np.bincount(part, minlength=classes) for part in known)
         rows.append(
             ClientRow(
                 name=name,
