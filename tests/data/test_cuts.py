@@ -66,7 +66,7 @@ def test_the_member_with_most_to_spare_gives_its_last_samples_first():
 def test_five_samples_in_a_mixed_order(monkeypatch):
     """Class 0 (4 2 0) has its turns at ⅙, ½ and ⅚, class 1 (3 1) at ¼ and ¾."""
     monkeypatch.setattr(Drawer, "stream", lambda self, name: Reversing())
-    assert Drawer(FIVE, "iid", 1.0, 0).order().tolist() == [4, 3, 2, 1, 0]
+    assert Drawer(FIVE, 2, "iid", 1.0, 0).order(0).tolist() == [4, 3, 2, 1, 0]
 
 
 # How it comes out

@@ -51,7 +51,7 @@ def folder_classes(images: ImageFiles, label_file: Path | None) -> tuple[str, ..
     else:
         tops = {top for top in map(_top_folder, images.files) if top is not None}
         names = {nfc(top) for top in tops if not _is_unlabelled(top)}
-    return tuple(sorted(names, key=_natural_order))
+    return tuple(sorted(names, key=natural_order))
 
 
 def ignored_labels(
@@ -75,7 +75,7 @@ def folder_name(class_name: str) -> str:
     return re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", class_name)
 
 
-def _natural_order(name: str) -> tuple[bool, int, str]:
+def natural_order(name: str) -> tuple[bool, int, str]:
     """Returns a sort key: numbers by value, before words."""
     number = name.isdecimal()
     return (not number, int(name) if number else 0, name)
