@@ -161,7 +161,12 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
     """The split from a file, or a new one."""
     chosen = settings.split
     if chosen.file is not None:
-        found = Split.load(chosen.file, dataset.y_train)
+        found = Split.load(chosen.file, None if settings.data.holdout else dataset.y_train)
+        require(
+            not (settings.data.holdout and split.is_plain(Path(chosen.file))),
+            f"split.file={chosen.file} counts all training images, but data.holdout={settings.data.holdout} "
+            "takes some of them away: give the data set test images of its own, and leave data.holdout out",
+        )
         found.check(dataset.y_train)
         return found
     if dataset.sites is not None:

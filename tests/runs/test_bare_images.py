@@ -69,6 +69,17 @@ def test_split_shows_images_of_unknown_class(bare, tmp_path):
     assert sum(client["unlabelled"] for client in found["clients"]) == 216 - 65
 
 
+def test_a_plain_partition_and_held_out_images_exclude_each_other(bare, tmp_path):
+    """The held-out images depend on the seed, and the rows of the others move."""
+    words = [word for word in WORDS if not word.startswith("split.")]
+    (tmp_path / "own.csv").write_text("row,client,labelled\n0,a,1\n200,b,0\n")
+    own = [f"split.file={tmp_path / 'own.csv'}", "clients_per_round=2"]
+    code, _, err = call("run", f"data={bare()}", *words, "data.holdout=0.2", *own, "--out", tmp_path / "run")
+    assert code == 2 and "own.csv counts all training images, but data.holdout=0.2" in " ".join(err.split())
+    code, _, _ = call("run", f"data={bare(test=True)}", *words, *own, "--out", tmp_path / "run")
+    assert code == 0
+
+
 def test_too_few_labels_end_a_run_before_it_starts(bare, tmp_path):
     code, _, err = call("run", f"data={bare(40)}", *WORDS, "data.holdout=0.2", "--out", tmp_path / "run")
     assert code == 2 and "but only 32 of 232 images have one" in " ".join(err.split())

@@ -129,7 +129,7 @@ class Split:
                     f"there is no split at {path}; give a file written by fedhassle split --save, the "
                     "split.npz of a run, or your own CSV, JSON or .npz file (docs/data.md)"
                 )
-            if _is_plain(path):
+            if is_plain(path):
                 names, labelled, unlabelled = zip(*plain.read_plain(path, y), strict=True)
                 return Split.of(labelled, unlabelled, names)
             with path.open("rb") as file:
@@ -157,7 +157,7 @@ _FIELDS = (
 )
 
 
-def _is_plain(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
     """Tells whether a file is plain; a saved split may have any suffix."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
