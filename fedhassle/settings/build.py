@@ -168,6 +168,8 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
             "takes some of them away: give the data set test images of its own, and leave data.holdout out",
         )
         found.check(dataset.y_train)
+        labels = any(part.size for part in found.labelled)
+        require(labels, f"split.file={chosen.file} has no labelled row: there is nothing to learn from")
         return found
     if dataset.sites is not None:
         return split_of_sites(chosen, dataset.sites, dataset)

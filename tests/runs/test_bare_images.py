@@ -80,6 +80,14 @@ def test_a_plain_partition_and_held_out_images_exclude_each_other(bare, tmp_path
     assert code == 0
 
 
+def test_a_partition_without_labels_is_refused(bare, tmp_path):
+    (tmp_path / "own.csv").write_text("row,client,labelled\n0,a,0\n200,b,0\n")
+    words = [word for word in WORDS if not word.startswith("split.")]
+    words += [f"split.file={tmp_path / 'own.csv'}", "clients_per_round=2"]
+    code, _, err = call("run", f"data={bare(test=True)}", *words, "--out", tmp_path / "run")
+    assert code == 2 and "own.csv has no labelled row" in " ".join(err.split())
+
+
 def test_too_few_labels_end_a_run_before_it_starts(bare, tmp_path):
     code, _, err = call("run", f"data={bare(40)}", *WORDS, "data.holdout=0.2", "--out", tmp_path / "run")
     assert code == 2 and "but only 32 of 232 images have one" in " ".join(err.split())

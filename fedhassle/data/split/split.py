@@ -226,6 +226,7 @@ class Drawer(NamedTuple):
         turn = (rank + start[m]) / sizes[m]  # (N,) from 0 to 1: [⅙ ½ ⅚ ¼ ¾]
         order = by_class[np.argsort(turn, kind="stable")]  # (N,): [4 3 2 1 0], of classes 0 1 0 1 0
         first, rest = self.labelled_first(order, labels)
+        # Mixes the others, with and without labels, evenly again; if all have labels, their order stays.
         has_label = self.has_label(rest)
         ranks, sizes = (np.where(has_label, f(has_label), f(~has_label)) for f in (np.cumsum, np.sum))
         return np.concatenate([first, rest[np.argsort((ranks - 0.5) / sizes, kind="stable")]])
