@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedhassle.api import Result, run, run_several
     from fedhassle.data.catalogue import load as dataset
+    from fedhassle.data.split.split import Split
     from fedhassle.errors import UserError
     from fedhassle.method import (
         SGD,
@@ -30,6 +31,7 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font cach
 
 _HOME = {
     "fedhassle.api": ("Result", "run", "run_several"),
+    "fedhassle.data.split.split": ("Split",),
     "fedhassle.errors": ("UserError",),
     "fedhassle.method": (
         *("SGD", "Batch", "Client", "Descent", "Labelled", "Method"),
@@ -49,6 +51,7 @@ __all__ = [
     "Models",
     "Phase",
     "Result",
+    "Split",
     "Stream",
     "Update",
     "UserError",

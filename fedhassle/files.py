@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -88,12 +89,16 @@ def check_picture(path: Path, formats: Sequence[str]) -> None:
 
 
 def stamp(path: Path) -> Stamp:
-    """Returns size and modification time, or zeros if the file cannot be examined."""
+    """Returns size and modification time, or zeros if the file cannot be examined.
+
+    Of a folder, returns the size of all that is in it and the time of the latest change.
+    """
+    inside = [Path(home) / name for home, *names in os.walk(path) for name in itertools.chain(*names)]
     try:
-        found = path.stat()
+        found = [each.stat() for each in (path, *inside)]
     except (OSError, ValueError):  # reading the file will report it
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:

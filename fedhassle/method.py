@@ -205,7 +205,7 @@ class Phase:
         return tuple(dict.fromkeys(descent.train for descent in self.descents))
 
 
-NO_LABELS = torch.zeros(3)  # never written to
+NO_LABELS = torch.zeros(4)  # never written to
 
 
 class Update(NamedTuple):
@@ -215,7 +215,7 @@ class Update(NamedTuple):
     arrays: Arrays  # each vector that it trained
     samples: Mapping[str, int]  # how many samples trained each
     losses: Arrays  # mean loss over the steps of the last phase that trained it
-    # (3,): pseudo-labels right (NaN where the truth is not known) and given, and how often one was asked for
+    # (4,): pseudo-labels right, given, asked for, and given to samples whose true label is known
     labelling: Tensor = NO_LABELS
 
 

@@ -7,9 +7,11 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import small
 import typer
+from PIL import Image
 from typer.main import get_command
 
 import fedhassle
@@ -75,6 +77,47 @@ def test_the_commands_and_the_python_of_the_models_page_run(tmp_path, monkeypatc
     for file in ("first.csv", "first.json", "first.png", "sm.onnx", "runs/first/model.onnx"):
         assert (tmp_path / file).stat().st_size > 1000
     assert len((tmp_path / "first.csv").read_text("utf-8").splitlines()) == 201
+
+
+def test_the_examples_of_the_data_page_run(tmp_path, monkeypatch, capsys):
+    """All of docs/data.md in order, with shorter runs, and a folder of sites as it shows one."""
+    monkeypatch.chdir(tmp_path)
+    write_sites(tmp_path / "sites")
+    shorter = ["rounds=1", "method=fedavg", "method.epochs=1", "clients_per_round=2", "threads=1"]
+    called = []
+    for language, source in re.findall(
+        r"^```(bash|python|csv)\n(.*?)^```", PAGES["data.md"], re.MULTILINE | re.DOTALL
+    ):
+        if language == "csv":
+            (tmp_path / "shown.csv").write_text(source, "utf-8")
+            assert fedhassle.Split.load("shown.csv").names == ("north", "south")
+        elif language == "python":
+            exec(compile(source, "docs/data.md", "exec"), {})
+        else:
+            for line in source.splitlines():
+                program, *words = shlex.split(line, comments=True)
+                more = [*shorter, "--out", f"run-{len(called)}"] if words[0] == "run" else []
+                code, _, err = small.call(*words, *more)
+                assert (program, code, err) == ("fedhassle", 0, ""), line
+                called.append(words[0])
+    assert called == ["run", "run", "split", "run", "run", "split", "run"]
+    assert "True" in capsys.readouterr().out
+    names = fedhassle.Split.load("run-3/split.npz").names
+    assert names[:3] == ("writer 0", "writer 1", "writer 2") and len(names) == 30
+    named, numbered = (fedhassle.Split.load(f"run-{k}/split.npz") for k in (3, 4))
+    assert all(map(np.array_equal, named.labelled, numbered.labelled))
+
+
+def write_sites(folder):
+    """Writes three sites with twelve images each, of which one site labels all, one some, and one none."""
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 28, 28), np.uint8)
+    for k, image in enumerate(pixels[:24]):
+        kind = ("benign", "malignant")[k % 2]
+        path = folder / (f"north/{kind}/{k:04}.png" if k < 12 else f"south/{k:04}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    (folder / "south" / "labels.csv").write_text("file,label\n0012.png,benign\n0013.png,malignant\n")
+    np.savez(folder / "east.npz", x=pixels[24:], y=np.full(12, -1))
 
 
 def test_the_example_experiment_is_valid(tmp_path):

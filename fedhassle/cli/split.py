@@ -27,7 +27,10 @@ def split(
     picture: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")] = Path("split.png"),
     save: Annotated[
         Path | None,
-        typer.Option(help="File for the split itself, to reuse with split.file=FILE (default: not saved)."),
+        typer.Option(
+            help="File for the split itself (.npz, .csv or .json), to reuse with split.file=FILE (default: "
+            "not saved)."
+        ),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:

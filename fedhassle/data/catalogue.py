@@ -1,4 +1,4 @@
-"""Data sets: the catalogue of named ones, and a user's own .npz file."""
+"""Data sets: the catalogue of named ones, a user's own .npz file, and a folder of sites."""
 
 import hashlib
 import os
@@ -6,14 +6,24 @@ import sys
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fedhassle.data import download, npz
 from fedhassle.data.npz import Images, Labels
-from fedhassle.errors import UserError
-from fedhassle.names import brief, nearest
+from fedhassle.data.site.sites import Size, read_sites
+from fedhassle.errors import UserError, require
+from fedhassle.names import brief, counted, nearest
+
+
+class Sites(NamedTuple):
+    """The sites that hold the training images."""
+
+    of: Labels  # (N,), from 0: the site of each image
+    names: tuple[str, ...]
+    notes: tuple[str, ...]  # for the reader
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -22,7 +32,7 @@ class Dataset:
 
     name: str
     x_train: Images  # (N, H, W, C)
-    y_train: Labels  # (N,)
+    y_train: Labels  # (N,), −1 = no label
     x_test: Images
     y_test: Labels
     class_names: tuple[str, ...]
@@ -31,7 +41,8 @@ class Dataset:
     std: tuple[float, ...]
     flip: bool  # weak augmentation: random horizontal flip
     crop: int  # weak augmentation: random crop after reflect padding by this many pixels; 0 = none
-    content: str | None = None  # hash of a user's own file, before anything is held out
+    content: str | None = None  # hash of a user's own files, before anything is held out
+    sites: Sites | None = None  # in a folder of sites: they are the clients
 
     @property
     def classes(self) -> int:
@@ -153,16 +164,28 @@ def default_crop(height: int, width: int) -> int:
     return min(height, width) // 8
 
 
-def load(name: str | Path, folder: Path | None = None, progress: bool = True) -> Dataset:
-    """Loads a set of the catalogue, which is downloaded on first use, or the .npz file at a path."""
+def load(
+    name: str | Path,
+    folder: Path | None = None,
+    progress: bool = True,
+    size: Size | None = None,
+    channels: int | None = None,
+) -> Dataset:
+    """Loads a set of the catalogue, which is downloaded on first use; or an .npz or folder of sites by path.
+
+    The images of a folder of sites are converted to a size (height, width) and to 1 or 3 channels; by default
+    they stay as they are.
+    """
     entry = CATALOGUE.get(str(name))
+    if entry is None and os.path.isdir(name):  # noqa: PTH112 - any string goes
+        return _load_sites(Path(name), size, channels)
+    given = [key for key, value in (("size", size), ("channels", channels)) if value is not None]
+    require(not given, f"data.{' and data.'.join(given)} is for a folder of sites; {name} is none")
     if entry is not None:
         return _load_entry(entry, folder, progress)
     if str(name).lower().endswith(".npz"):
         return _load_file(Path(name))
-    if os.path.isdir(name):  # noqa: PTH112 - any string goes
-        raise UserError(f"{str(name)!r} is a folder, not a data set; {npz.SIMULATION_HINT}")
-    options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file"
+    options = f"known are {', '.join(CATALOGUE)}, or the path of an .npz file or of a folder of sites"
     raise UserError(f"unknown data set {brief(str(name))}{nearest(str(name), CATALOGUE)} ({options})")
 
 
@@ -193,7 +216,7 @@ def _cache() -> Path:
 def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     """Replaces the test set by a share of the training images of each class, at least one.
 
-    Settings are chosen on these images, never on the test set.
+    Settings are chosen on these images, never on the test set. Images without a label are never held out.
     """
     if not 0 < share < 1:
         raise UserError(f"the share to hold out must lie between 0 and 1, got {share}")
@@ -203,13 +226,13 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     for label, name in enumerate(dataset.class_names):
         members = generator.permutation(np.flatnonzero(dataset.y_train == label))
         if len(members) < 2:
-            raise UserError(
-                f"{dataset.name}: class {name!r} has {len(members)} image; 2 are needed to hold one out"
-            )
+            has = counted(len(members), "labelled image")
+            raise UserError(f"{dataset.name}: class {name!r} has {has}; 2 are needed to hold one out")
         count = min(max(1, round(share * len(members))), len(members) - 1)
         held[members[:count]] = True
-    x, y = dataset.x_train, dataset.y_train
-    return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[held], y_test=y[held])
+    x, y, sites = dataset.x_train, dataset.y_train, dataset.sites
+    left = None if sites is None else sites._replace(of=sites.of[~held])
+    return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[held], y_test=y[held], sites=left)
 
 
 def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> Dataset:
@@ -243,6 +266,20 @@ def _load_file(path: Path) -> Dataset:
     net, crop = default_entry(channels).net, default_crop(height, width)
     # With its suffix the name differs from those of the catalogue.
     return Dataset(path.name, *arrays, net, mean, std, True, crop, content_hash(*arrays[:4]))
+
+
+def _load_sites(path: Path, size: Size | None, channels: int | None) -> Dataset:
+    """Loads a folder of sites, without test images; defaults as for a user's file."""
+    found = read_sites(path, size, channels)
+    height, width, depth = found.x.shape[1:]
+    mean, std = statistics(found.x)
+    net, crop = default_entry(depth).net, default_crop(height, width)
+    content = content_hash(found.x, found.y, found.site, np.array(found.names), np.array(found.class_names))
+    return Dataset(
+        f"{path.name}/",  # with a slash it differs from the names of the catalogue
+        *(found.x, found.y, found.x[:0], found.y[:0], found.class_names, net, mean, std, True, crop, content),
+        Sites(found.site, found.names, found.notes),
+    )
 
 
 def content_hash(*arrays: npt.NDArray[np.generic]) -> str:

@@ -25,18 +25,13 @@ LARGEST_SIDE = 4096  # of the images that a model is trained on, in pixels
 TRAINING = (("x", "y"), ("x_train", "y_train"))
 TEST = (("x_test", "y_test"), ("x", "y"))
 
-SIMULATION_HINT = (
-    "fedhassle run simulates clients from an .npz whose images all have labels; a site's own images, with "
-    "labels or without, go to a federation: fedhassle federation join"
-)
-
 
 class NpzData(NamedTuple):
     """The checked arrays of an .npz file, in the order of a Dataset's fields."""
 
     x_train: Images
-    y_train: Labels
-    x_test: Images
+    y_train: Labels  # −1 = none
+    x_test: Images  # none if the file has none
     y_test: Labels
     class_names: tuple[str, ...]
 
@@ -50,10 +45,11 @@ class LabelledImages(NamedTuple):
 
 
 def read(path: Path) -> NpzData:
-    """Reads an .npz file and checks that its arrays fit together."""
-    found = required_arrays(path, RawData._fields)
-    x_train, y_train = _pair(found, "x_train", "y_train", path)
-    x_test, y_test = _pair(found, "x_test", "y_test", path)
+    """Reads an .npz file and checks that its arrays fit together; it may lack test images."""
+    tested = not {*RawData._fields[2:]}.isdisjoint(stored_names(path))
+    found = required_arrays(path, RawData._fields if tested else RawData._fields[:2])
+    x_train, y_train = _pair(found, "x_train", "y_train", path, lowest=-1)
+    x_test, y_test = _pair(found, "x_test", "y_test", path) if tested else (x_train[:0], y_train[:0])
     size, test_size = x_train.shape[1:], x_test.shape[1:]
     if size != test_size:
         raise UserError(
@@ -61,13 +57,13 @@ def read(path: Path) -> NpzData:
         )
     if max(size) > LARGEST_SIDE:
         raise UserError(f"{path}: x_train has images of {size}; expected sides of at most {LARGEST_SIDE}")
-    present = np.unique(y_train)
+    present = np.unique(y_train[y_train >= 0])
     if len(present) < 2 or len(present) != present[-1] + 1:
         raise UserError(
-            f"{path}: y_train has the labels {some_of(map(str, present))}; "
+            f"{path}: y_train has the labels {some_of(map(str, present)) or '−1 alone'}; "
             "expected all of 0 to M−1, with M at least 2"
         )
-    if y_test.max() > present[-1]:
+    if y_test.max(initial=0) > present[-1]:
         raise UserError(f"{path}: y_test has the label {y_test.max()}; y_train has 0 to {present[-1]}")
     return NpzData(x_train, y_train, x_test, y_test, class_names(found, len(present), path))
 
@@ -191,7 +187,7 @@ def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:
         raise UserError(f"{about}, 0 to M−1, and the names of the classes in class_names")
     low, high = y.min().item(), y.max().item()
     if low == -1 < lowest:
-        raise UserError(f"{where} has −1, which means no label; {SIMULATION_HINT}")
+        raise UserError(f"{where} has −1, which means no label; expected a label for every image here")
     # Every class occurs, so labels stay below 2³¹; the bound keeps the conversion exact.
     if not (low >= lowest and high < 2**31) or (y.dtype.kind == "f" and (y != np.rint(y)).any()):
         raise UserError(f"{where} runs from {low} to {high}; expected whole numbers {lowest} to M−1")

@@ -7,7 +7,6 @@ can capture and replay it. Nothing here depends on a particular method.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -44,7 +43,7 @@ class Samples(NamedTuple):
     labelled: Tensor  # (n_L,) rows
     y: Tensor  # (n_L,) their labels
     unlabelled: Tensor  # (n_U,) rows
-    truth: Tensor | None = None  # (n_U,) true labels of the unlabelled rows, for metrics only
+    truth: Tensor  # (n_U,) true labels of the unlabelled rows, for metrics only; −1 = unknown
 
     def rows(self, part: Part) -> Tensor:
         """Rows of one part of the data."""
@@ -132,7 +131,7 @@ class Buffers(NamedTuple):
     statistics: Arrays
     momentum: Arrays
     losses: Arrays
-    labelling: Tensor  # (3,): labels of the steps right, given and asked for
+    labelling: Tensor  # (4,): labels of the steps, as `count_labels` counts them
     rate: tuple[Tensor, ...]  # only read, like all below: the share of the learning rate, if it changes
     received: Arrays
     images: Tensor
@@ -235,21 +234,19 @@ def label(stream: Stream, site: Site, received: Models) -> Tensor:
 
 
 def count_given(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor:
-    """Counts the labels that unlabelled samples get once per round; right is NaN if the truth is unknown."""
-    counts = torch.zeros(3, device=samples.images.device)
-    truth = torch.full_like(samples.unlabelled, -1) if samples.truth is None else samples.truth
+    """Counts the labels that unlabelled samples get once per round."""
+    counts = torch.zeros(4, device=samples.images.device)
     for stream, y in labels.items():
         if stream.part == "unlabelled":
-            counts += count_labels(y, truth)
-    if samples.truth is None:
-        counts[0] = math.nan
+            counts += count_labels(y, samples.truth)
     return counts
 
 
 def count_labels(y: Tensor, truth: Tensor) -> Tensor:
-    """Number of correct labels, of labels, and of samples, (3,); a label of −1 is none."""
+    """Number of correct labels, of labels, of samples, and of labels that can be judged, (4,); −1 = none."""
     given = y >= 0
-    return torch.stack([given & (y == truth), given, torch.ones_like(given)]).flatten(1).sum(1)
+    counted = (given & (y == truth), given, torch.ones_like(given), given & (truth >= 0))
+    return torch.stack(counted).flatten(1).sum(1)
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
@@ -264,7 +261,7 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
         statistics={k: s.clone() for k, (_, s) in parts.items()},
         momentum={k: torch.zeros_like(parts[k][0]) for k in phase.trained},
         losses={k: torch.zeros(1, device=device) for k in phase.trained},
-        labelling=torch.zeros(3, device=device),
+        labelling=torch.zeros(4, device=device),
         rate=() if job.rate is None else (torch.full((), job.rate, device=device),),
         received=job.message,
         images=job.site.samples.images,
@@ -303,7 +300,7 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     return Feed(
         rows=rows[order],
         y=(unknown if given is None else given)[order],
-        truth=(unknown if true is None else true)[order],
+        truth=true[order],
         uniforms=tuple(to_device(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
     )
 

@@ -40,7 +40,6 @@ class Trainer:
         self.views = dataset_views(dataset, device)
         self.images = torch.from_numpy(dataset.x_train).to(device)
         self.y = torch.from_numpy(dataset.y_train).to(device)
-        self.truth_known = bool((dataset.y_train >= 0).all())  # unknown in a real federation
 
     def train(self, method: Method, tasks: Sequence[Task], t: int) -> list[Trained]:
         """Trains clients in round t; the longest come first on a CPU, the order stays on a GPU."""
@@ -68,8 +67,8 @@ class Trainer:
         """The site of a client; its rows are on the device only while it trains."""
         rows = [np.ascontiguousarray(part, np.int64) for part in (task.labelled, task.unlabelled)]
         labelled, unlabelled = (to_device(part, self.engine.device) for part in rows)
-        truth = self.y[unlabelled] if self.truth_known else None
-        samples = Samples(self.images, labelled, self.y[labelled], unlabelled, truth)
+        y, truth = self.y[labelled], self.y[unlabelled]  # in a real federation the truth is −1, unknown
+        samples = Samples(self.images, labelled, y, unlabelled, truth)
         return Site(task.client, samples, self.views)
 
 

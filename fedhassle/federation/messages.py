@@ -172,7 +172,7 @@ def update_words(update: Update, rounded: bool = False) -> dict[str, Any]:
     losses = {name: float(loss) for name, loss in update.losses.items()}
     # JSON has neither NaN nor infinity.
     finite = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
-    _, given, asked = update.labelling.tolist()
+    _, given, asked, _ = update.labelling.tolist()
     told = coarse(int(asked)) if rounded else int(asked)
     return {"losses": finite, "pseudo_labels": [round(given * told / asked) if asked else 0, told]}
 
@@ -224,7 +224,7 @@ def read_labelling(counts: Any) -> torch.Tensor:
     given, asked = (count_of(count, "pseudo-labelled") for count in counts)
     if given > asked:
         raise RefusedError(f"its counts of pseudo-labels are {short(counts)}")
-    return torch.tensor([math.nan, given, asked])
+    return torch.tensor([0.0, given, asked, 0.0])
 
 
 def read_hits(words: Mapping[str, Any]) -> Hits:

@@ -86,12 +86,11 @@ class Tally:
     def labelling(self) -> Metrics:
         """The share of correct pseudo-labels, and of the unlabelled samples that got one; None without any.
 
-        A client whose true labels are unknown does not count for the accuracy.
+        Samples whose true label is unknown do not count for the accuracy.
         """
         counts = [reply.update.labelling for reply in self.replies]
         rows = torch.stack(counts).tolist() if counts else []
-        right, judged = (sum(row[i] for row in rows if not math.isnan(row[0])) for i in (0, 1))
-        given, asked = (sum(row[i] for row in rows) for i in (1, 2))
+        right, given, asked, judged = (sum(row[i] for row in rows) for i in range(4))
         return {
             "pseudo_label_accuracy": right / judged if judged else None,
             "pseudo_label_share": given / asked if asked else None,

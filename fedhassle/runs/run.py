@@ -178,7 +178,7 @@ def require_workers(settings: Settings) -> None:
 
 def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method:
     """The method of a run, adapted to its length and its clients."""
-    split.check(len(dataset.y_train))
+    split.check(dataset.y_train)
     per_round, clients = settings.clients_per_round, len(split.names)
     if per_round > clients:
         raise UserError(f"clients_per_round={per_round} is more than the {clients} clients of the split")

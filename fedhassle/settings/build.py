@@ -11,23 +11,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fedhassle.averaging import Averaged
 from fedhassle.data import catalogue
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.catalogue import Dataset, Sites
+from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.data.split import split
 from fedhassle.data.split.cuts import SPLIT_KINDS
 from fedhassle.data.split.split import ClientRow, Split, table
 from fedhassle.engine.device import Engine
-from fedhassle.errors import UserError
+from fedhassle.errors import UserError, require
 from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
-from fedhassle.names import find
+from fedhassle.names import find, some_of
 from fedhassle.nets import NETS, Net, check_image
 from fedhassle.provenance import own_code
 from fedhassle.settings.request import MACHINE, Request, flat
-from fedhassle.settings.schema import DataSettings, Settings, method_class, resolve
+from fedhassle.settings.schema import DataSettings, Settings, SplitSettings, method_class, resolve
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
@@ -105,7 +107,8 @@ def fingerprint(dataset: Dataset) -> str:
 def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
     """The images, with normalisation and augmentation from the settings."""
     data = settings.data
-    dataset = catalogue.load(data.name, None if data.folder is None else Path(data.folder), progress)
+    folder = None if data.folder is None else Path(data.folder)
+    dataset = catalogue.load(data.name, folder, progress, image_size(data), data.channels)
     given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
     for key in ("mean", "std"):
         if key in given:
@@ -117,7 +120,11 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
             f"data.crop must be less than the image's side ({min(dataset.shape[1:])}), got {data.crop}"
         )
     dataset = dataclasses.replace(dataset, **given)
-    return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+    if data.holdout:
+        return catalogue.hold_out(dataset, data.holdout, settings.seed)
+    advice = "hold out a share of the training images with data.holdout, such as data.holdout=0.1"
+    require(len(dataset.y_test) > 0, f"{data.name} has no test images: {advice}")
+    return dataset
 
 
 def dataset_to_split(settings: Settings) -> Dataset:
@@ -131,6 +138,18 @@ def dataset_to_split(settings: Settings) -> Dataset:
     return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 
 
+def image_size(data: DataSettings) -> tuple[int, int] | None:
+    """Height and width of the images of sites, if they are given."""
+    sides = [data.size] * 2 if isinstance(data.size, int) else data.size
+    if sides is None:
+        return None
+    fits = len(sides) == 2 and all(1 <= side <= LARGEST_SIDE for side in sides)
+    require(
+        fits, f"data.size must be a side of 1 to {LARGEST_SIDE} pixels or [height, width], got {data.size}"
+    )
+    return sides[0], sides[1]
+
+
 def per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
     """One finite number per channel; an integer of 400 digits is infinite as a float."""
     if len(values) != channels or not all(math.isfinite(value) for value in values):
@@ -142,9 +161,18 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
     """The split from a file, or a new one."""
     chosen = settings.split
     if chosen.file is not None:
-        found = Split.load(Path(chosen.file))
-        found.check(len(dataset.y_train))
+        found = Split.load(chosen.file, None if settings.data.holdout else dataset.y_train)
+        require(
+            not (settings.data.holdout and split.is_plain(Path(chosen.file))),
+            f"split.file={chosen.file} counts all training images, but data.holdout={settings.data.holdout} "
+            "takes some of them away: give the data set test images of its own, and leave data.holdout out",
+        )
+        found.check(dataset.y_train)
+        labels = any(part.size for part in found.labelled)
+        require(labels, f"split.file={chosen.file} has no labelled row: there is nothing to learn from")
         return found
+    if dataset.sites is not None:
+        return split_of_sites(chosen, dataset.sites, dataset)
     return split.split(
         dataset.y_train,
         kind=chosen.kind,
@@ -156,6 +184,18 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
         ratio=chosen.ratio,
         seed=split_seed(settings),
     )
+
+
+def split_of_sites(chosen: SplitSettings, sites: Sites, dataset: Dataset) -> Split:
+    """The split whose clients are the sites, with the labels that they have."""
+    default = SplitSettings()
+    changed = [key for key in SplitSettings.model_fields if getattr(chosen, key) != getattr(default, key)]
+    keys = some_of(f"split.{key}" for key in changed)
+    require(not changed, f"{dataset.name} has sites, which are the clients: leave out {keys}")
+    rows = [np.flatnonzero(sites.of == k) for k in range(len(sites.names))]
+    labelled = [part[dataset.y_train[part] >= 0] for part in rows]
+    unlabelled = [part[dataset.y_train[part] < 0] for part in rows]
+    return dataclasses.replace(Split.of(labelled, unlabelled, sites.names), notes=sites.notes)
 
 
 def split_seed(settings: Settings) -> int:

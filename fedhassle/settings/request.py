@@ -206,12 +206,23 @@ def absolute_paths(layer: Tables) -> Tables:
     """A layer whose paths are absolute, so that they hold in any working folder."""
     for table, key in PATHS:
         value = layer[table].get(key) if isinstance(layer.get(table), dict) else None
-        if isinstance(value, str) and (key != "name" or value.lower().endswith(".npz")):
+        if isinstance(value, str) and (key != "name" or is_path(value)):
             if "\0" in value:
                 raise UserError(f"{table}.{key}={value!r} is not a path")
             absolute = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - takes any string
             layer = overlaid(layer, {table: {key: absolute}})
     return layer
+
+
+def is_path(data: str) -> bool:
+    """True for data that are no set of the catalogue: an .npz file, or an existing folder."""
+    if data.lower().endswith(".npz"):
+        return True
+    if not os.path.isdir(os.path.expanduser(data)):  # noqa: PTH111, PTH112 - takes any string
+        return False
+    from fedhassle.data.catalogue import CATALOGUE  # imports NumPy, for which most commands need not wait
+
+    return data not in CATALOGUE
 
 
 def overlaid(below: Tables, above: Tables) -> Tables:

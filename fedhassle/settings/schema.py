@@ -44,13 +44,15 @@ class DataSettings(BaseModel):
     """The images, and how training sees them; the data set has defaults for what is None."""
 
     model_config = STRICT
-    name: str = DEFAULT_DATA  # a name from `fedhassle data list`, or the path of an .npz
+    name: str = DEFAULT_DATA  # of `fedhassle data list`, or the path of an .npz or of a folder of sites
     folder: str | None = None  # the folder of the named data sets
     holdout: float = Field(default=0.0, ge=0, lt=1)  # share of the training images to test on instead
     mean: list[float] | None = None
     std: list[float] | None = None
     flip: bool | None = None
     crop: int | None = Field(default=None, ge=0)
+    size: int | list[int] | None = None  # of the images of sites: the side, or height and width
+    channels: Literal[1, 3] | None = None  # of the images of sites
 
 
 class SplitSettings(BaseModel):

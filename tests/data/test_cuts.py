@@ -66,7 +66,7 @@ def test_the_member_with_most_to_spare_gives_its_last_samples_first():
 def test_five_samples_in_a_mixed_order(monkeypatch):
     """Class 0 (4 2 0) has its turns at ⅙, ½ and ⅚, class 1 (3 1) at ¼ and ¾."""
     monkeypatch.setattr(Drawer, "stream", lambda self, name: Reversing())
-    assert Drawer(FIVE, "iid", 1.0, 0).order().tolist() == [4, 3, 2, 1, 0]
+    assert Drawer(FIVE, 2, "iid", 1.0, 0).order(0).tolist() == [4, 3, 2, 1, 0]
 
 
 # How it comes out
@@ -88,7 +88,7 @@ def test_draws_are_bounded_for_every_alpha(kind, alpha, monkeypatch):
     monkeypatch.setattr(cuts, "_search", counted)
     monkeypatch.setattr(cuts, "BUDGET", 50_000)
     made = split(CIFAR, kind=kind, alpha=alpha, clients=100, labels={"partial": 100, "share": 0.1})
-    made.check(50_000)
+    made.check(np.zeros(50_000, int))
     assert 0 < sum(drawn) <= 2 * 50_000  # one budget for the labels, one for the unlabelled data
     assert min(sizes(made.labelled) + sizes(made.unlabelled)) > 0
     assert all("50 draws" in note for note in made.notes)

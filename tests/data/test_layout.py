@@ -212,7 +212,7 @@ def test_the_largest_ratio_named_works():
 def test_free_sizes_spread_the_rest_of_the_labels_by_size():
     mix = {"full": 1, "partial": 2, "unlabelled": 1, "share": 0.5}
     planned = layout(mix, 100, clients=4)  # 50 labels: 25 of the full client, 13 and 12
-    assert relabelled(mix, planned, np.array([20, 31, 11, 38])).tolist() == [
+    assert relabelled(mix, planned, *[np.array([20, 31, 11, 38])] * 2).tolist() == [
         20,
         23,
         7,
@@ -223,13 +223,13 @@ def test_free_sizes_spread_the_rest_of_the_labels_by_size():
 def test_listed_shares_apply_to_the_drawn_sizes():
     shares = [0.5, 1, 0.25, 0]
     planned = layout(shares, 100, clients=4)
-    assert relabelled(shares, planned, np.array([10, 3, 2, 85])).tolist() == [5, 3, 1, 0]
+    assert relabelled(shares, planned, *[np.array([10, 3, 2, 85])] * 2).tolist() == [5, 3, 1, 0]
 
 
 def test_free_sizes_that_do_not_fit_say_what_works():
     mix = {"full": 1, "partial": 1, "share": 0.6}
     planned = layout(mix, 100, clients=2)
     with pytest.raises(UserError, match=r"another split\.seed, split\.kind=balanced, .* \(larger than now\)"):
-        relabelled(mix, planned, np.array([70, 30]))
+        relabelled(mix, planned, *[np.array([70, 30])] * 2)
     with pytest.raises(UserError, match=r"\(smaller than now\)"):
-        relabelled(mix, planned, np.array([10, 50]))
+        relabelled(mix, planned, *[np.array([10, 50])] * 2)

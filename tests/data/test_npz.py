@@ -82,6 +82,18 @@ def test_layouts_and_types_give_the_same_images(tmp_path: Path) -> None:
         assert own.y_train.tolist() == [0, 1, 2, 0, 1, 2]
 
 
+def test_images_may_lack_labels_and_test_images(tmp_path: Path) -> None:
+    """As in STL-10, −1 means no label."""
+    content = arrays()
+    content["y_train"] = np.array([0, 1, 2, -1, -1, 0], np.int8)
+    own = load(saved(tmp_path, content))
+    assert own.y_train.tolist() == [0, 1, 2, -1, -1, 0] and own.classes == 3
+    del content["x_test"], content["y_test"]
+    alone = load(saved(tmp_path, content))
+    assert alone.x_test.shape == (0, 9, 12, 3) and alone.y_test.shape == (0,)
+    np.testing.assert_array_equal(alone.x_train, own.x_train)
+
+
 GOOD = arrays()
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a missing array": ({"y_test": None}, "lacks y_test"),
@@ -105,7 +117,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows of labels": ({"y_train": np.eye(6)}, r"y_train is float64 of shape \(6, 6\)"),
     "half labels": ({"y_train": GOOD["y_train"] + 0.5}, "y_train runs from 0.5 to 2.5"),
     "NaN labels": ({"y_train": np.full(6, np.nan)}, "y_train runs from nan"),
-    "no label": ({"y_train": GOOD["y_train"] - 1}, "y_train has −1.*federation join"),
+    "no test label": ({"y_test": GOOD["y_test"] - 1}, "y_test has −1, which means no label"),
+    "no label at all": (
+        {"y_train": np.full(6, -1)},
+        "y_train has the labels −1 alone; expected all of 0 to M−1",
+    ),
+    "a class only in test images": (
+        {"y_train": GOOD["y_train"] - 1},
+        "y_test has the label 2; y_train has 0",
+    ),
     "negative labels": ({"y_train": GOOD["y_train"] - 2}, "y_train runs from -2 to 0"),
     "vast labels": ({"y_train": GOOD["y_train"] + np.uint64(2**63)}, "y_train runs from"),
     "labels from 1": ({"y_train": GOOD["y_train"] + 1}, "y_train has the labels 1, 2, 3;"),

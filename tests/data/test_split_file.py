@@ -112,13 +112,13 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_check_refuses_rows_beyond_and_rows_used_twice():
-    EXAMPLE.check(5)
+    EXAMPLE.check(np.zeros(5, int))
     with pytest.raises(UserError, match=r"uses row 4, .* 4 rows"):
-        EXAMPLE.check(4)
+        EXAMPLE.check(np.zeros(4, int))
     with pytest.raises(UserError, match="uses row -1"):
-        Split((np.array([-1]),), (np.array([2]),)).check(4)
+        Split((np.array([-1]),), (np.array([2]),)).check(np.zeros(4, int))
     with pytest.raises(UserError, match="uses row 2 2 times"):
-        Split((np.array([1, 2]),), (np.array([2]),)).check(4)
+        Split((np.array([1, 2]),), (np.array([2]),)).check(np.zeros(4, int))
 
 
 def test_names_count_from_one():

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import logging
-import math
 import threading
 import weakref
 from dataclasses import dataclass
@@ -267,9 +266,8 @@ def test_a_client_that_keeps_something_does_all_in_order():
 def test_labels_counted_before_are_left_to_one_count():
     """Each part counts from zero; otherwise labels given before training would be counted several times."""
     visit = planned(job("1", "a"), job("2", "b"))
-    for counts in ([3.0, 5.0, 6.0], [math.nan, 5.0, 6.0]):
-        counted = visit._replace(update=visit.update._replace(labelling=torch.tensor(counts)))
-        assert [part.update.labelling.tolist() for part in connected(counted)] == [[0, 0, 0], [0, 0, 0]]
+    counted = visit._replace(update=visit.update._replace(labelling=torch.tensor([3.0, 5.0, 6.0, 4.0])))
+    assert [part.update.labelling.tolist() for part in connected(counted)] == [[0] * 4, [0] * 4]
 
 
 def test_chains_know_their_client():
@@ -399,7 +397,7 @@ def test_another_gpu_has_streams_of_its_own():
 # Parts of an update
 
 
-def part(arrays, losses, labelling=(0.0, 0.0, 0.0), kept=None):
+def part(arrays, losses, labelling=(0.0, 0.0, 0.0, 0.0), kept=None):
     def tensors(values):
         return {k: torch.tensor([float(v)]) for k, v in values.items()}
 
@@ -410,24 +408,24 @@ def part(arrays, losses, labelling=(0.0, 0.0, 0.0), kept=None):
 def test_parts_are_joined_in_the_order_of_the_phases():
     """Names in the order of eager training: b, a, c; all label counts add up."""
     jobs = job("1", "b"), job("2", "a", "b"), job("3", "c")
-    update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0, 9.0]))
+    update = Update(Client("k", 3, 5), {}, {"b": 3, "a": 8, "c": 5}, {}, torch.tensor([2.0, 3.0, 9.0, 2.0]))
     parts = [
-        part({"c": 3}, {"c": 0.3}, [1.0, 4.0, 5.0]),
-        part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0, 2.0]),
+        part({"c": 3}, {"c": 0.3}, [1.0, 4.0, 5.0, 3.0]),
+        part({"a": 1, "b": 2}, {"a": 0.1, "b": 0.2}, [0.0, 2.0, 2.0, 1.0]),
     ]
     found, kept = joined(Visit(jobs, {}, update), parts)
     assert list(found.arrays) == list(found.losses) == ["b", "a", "c"]
     assert [v.item() for v in found.arrays.values()] == [2, 1, 3]
     assert [v.item() for v in found.losses.values()] == pytest.approx([0.2, 0.1, 0.3])
-    assert found.labelling.tolist() == [3, 9, 16] and kept == {}
+    assert found.labelling.tolist() == [3, 9, 16, 6] and kept == {}
     assert found.samples == update.samples and found.client == update.client
 
 
 def test_a_client_of_unknown_truth_counts_no_right_labels_and_keeps_its_state():
     visit = planned(job("1", "a"), kept={"m": torch.zeros(1)})
-    visit = visit._replace(update=visit.update._replace(labelling=torch.tensor([math.nan, 1.0, 2.0])))
-    found, kept = joined(visit, [part({"a": 1}, {"a": 2}, [0.0, 3.0, 4.0], kept={"m": 7})])
-    assert found.labelling[0].isnan() and found.labelling[1:].tolist() == [4, 6]
+    visit = visit._replace(update=visit.update._replace(labelling=torch.tensor([0.0, 1.0, 2.0, 0.0])))
+    found, kept = joined(visit, [part({"a": 1}, {"a": 2}, [0.0, 3.0, 4.0, 0.0], kept={"m": 7})])
+    assert found.labelling.tolist() == [0, 4, 6, 0]
     assert kept["m"].tolist() == [7]
 
 

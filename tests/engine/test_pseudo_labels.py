@@ -31,6 +31,8 @@ def labelled_by_hand(method, state, site):
 
 
 def with_truth(site, truth):
+    """The site with other true labels of its unlabelled samples; None: they are unknown."""
+    truth = torch.full_like(site.samples.unlabelled, -1) if truth is None else truth
     return site._replace(samples=site.samples._replace(truth=truth))
 
 
@@ -43,7 +45,7 @@ def test_true_labels_of_unlabelled_samples_never_influence_training(pseudo_label
     blind = trained(method, with_truth(site, None))
     assert small.same(first.arrays, other.arrays) and small.same(first.arrays, blind.arrays)
     assert small.same(first.losses, other.losses) and small.same(first.losses, blind.losses)
-    assert blind.labelling[0].isnan() and torch.equal(blind.labelling[1:], first.labelling[1:])
+    assert blind.labelling.tolist() == [0, *first.labelling[1:3].tolist(), 0]
     assert first.labelling[0] != other.labelling[0] and torch.equal(first.labelling[1:], other.labelling[1:])
 
 
@@ -55,9 +57,11 @@ def test_labels_given_once_a_round_are_counted_against_the_truth():
     given = labelled_by_hand(method, state, site)
     assert len(set(given)) > 1
     right = sum(a == b for a, b in zip(given, site.samples.truth.tolist(), strict=True))
-    assert trained(method, site, state).labelling.tolist() == [right, 21, 21]
+    assert trained(method, site, state).labelling.tolist() == [right, 21, 21, 21]
     truth = torch.tensor([(y + 1) % 4 if i % 3 else y for i, y in enumerate(given)])  # each third is right
-    assert trained(method, with_truth(site, truth), state).labelling.tolist() == [7, 21, 21]
+    assert trained(method, with_truth(site, truth), state).labelling.tolist() == [7, 21, 21, 21]
+    truth[::2] = -1  # of every second one it is not known: places 3, 9 and 15 are right
+    assert trained(method, with_truth(site, truth), state).labelling.tolist() == [3, 21, 21, 10]
 
 
 def test_labels_below_the_confidence_count_as_not_given():
@@ -66,7 +70,7 @@ def test_labels_below_the_confidence_count_as_not_given():
     site = small.site(unlabelled=range(40, 61))
     state = method.initial(0)
     update = trained(method, site, state)
-    assert update.labelling.tolist() == [0, 0, 21]
+    assert update.labelling.tolist() == [0, 0, 21, 0]
     weights = method.net.n_weights
     assert torch.equal(update.arrays["w_U"][:weights], state["w_U"][:weights])
     assert update.losses["w_U"].item() == 0
@@ -88,7 +92,7 @@ def test_online_labels_are_counted_at_every_step(confidence):
     dual = order_of_epochs(21, 8, 2, generator(0, 1, "bo", "unlabelled"))
     residual = order_end_to_end(21, 8, 5, generator(0, 1, "bo", "unlabelled residual"))
     expected = [sum(int(found[batch].sum()) for batch in dual + residual) for found in (right, given)]
-    assert trained(method, site, state).labelling.tolist() == [*expected, 88]
+    assert trained(method, site, state).labelling.tolist() == [*expected, 88, expected[1]]
     assert confidence or expected[1] == 88
 
 
@@ -139,7 +143,7 @@ def test_labels_see_the_whole_client_for_any_size_of_the_chunks(images, monkeypa
     expected = max(range(4), key=lambda m: (likeliest.count(m), m))
     assert set(draw(job).feeds[0].y.flatten().tolist()) == {expected}
     right = site.samples.truth.tolist().count(expected)
-    assert trained(method, site, state).labelling.tolist() == [right, 21, 21]
+    assert trained(method, site, state).labelling.tolist() == [right, 21, 21, 21]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
@@ -195,9 +199,9 @@ def test_labels_of_fixmatch_global_are_counted_at_every_step(confidence):
     assert confidence != 0.35 or 0 < given.sum() < 21
     walk = order_of_epochs(21, 16, 2, generator(0, 1, "bo", "unlabelled"))
     expected = [sum(int(found[batch].sum()) for batch in walk) for found in (right, given)]
-    assert trained(method, site, state).labelling.tolist() == [*expected, 64]
+    assert trained(method, site, state).labelling.tolist() == [*expected, 64, expected[1]]
     blind = trained(method, with_truth(site, None), state).labelling
-    assert blind[0].isnan() and blind[1:].tolist() == [expected[1], 64]
+    assert blind.tolist() == [0, expected[1], 64, 0]
 
 
 LABELLING = {"mixmatch", "fixmatch", "fedmatch", "rscfed", "fixmatch-global", "sage", "central-fixmatch"}
@@ -213,9 +217,9 @@ def test_every_method_that_labels_counts_a_label_for_each_sample_of_a_batch(name
     rows = {"full": (range(20), ()), "partial": (range(9), range(40, 61)), "unlabelled": ((), range(40, 61))}
     site = small.site(small.dataset(flip=True), *rows[kind])
     phases = method.phases(site.client, 1)
-    right, given, asked = trained(method, site).labelling.tolist() if phases else (0, 0, 0)
+    right, given, asked, judged = trained(method, site).labelling.tolist() if phases else (0, 0, 0, 0)
     labels = name in LABELLING | ONCE and kind != "full" and not (kind == "unlabelled" and name in IDLE)
-    assert (asked > 0) == labels and right <= given <= asked
+    assert (asked > 0) == labels and right <= given == judged <= asked
     if name in ONCE:
         assert asked == labels * 21
     elif labels:
@@ -251,7 +255,7 @@ def test_labels_of_a_loss_are_those_of_the_first_unlabelled_stream():
         (job,) = visit(method, site, method.initial(0), None, 1, 0).jobs
         right = (draw(job).feeds[1].truth[:, 0] == 2).sum().item()
         update = trained(method, site)
-        assert update.labelling.tolist() == [right, 13, 78] and 0 < right < 13
+        assert update.labelling.tolist() == [right, 13, 78, 13] and 0 < right < 13
         assert_lanes_train_as_eagerly(pool(), method, [site])
 
 
@@ -287,4 +291,4 @@ def test_counting_labels_changes_no_bit_of_the_training():
         trained(kind(small.net(), **QUICK, confidence=0.3), site) for kind in (FixMatchGlobal, Silent)
     )
     assert small.same(first.arrays, other.arrays) and small.same(first.losses, other.losses)
-    assert first.labelling[2] == 64 and other.labelling.tolist() == [0, 0, 0]
+    assert first.labelling[2] == 64 and other.labelling.tolist() == [0, 0, 0, 0]

@@ -1,7 +1,6 @@
 """Algorithm 1 on the server: selection, merging, and updates that are dropped."""
 
 import logging
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,17 +111,18 @@ def with_labels(done, *counts):
 @pytest.mark.parametrize(
     ("counts", "accuracy", "share"),
     [
-        (([3.0, 4.0, 8.0], [0.0, 2.0, 2.0]), 0.5, 0.6),
-        (([3.0, 4.0, 8.0], [math.nan, 2.0, 2.0]), 0.75, 0.6),  # the truth is known at one client alone
-        (([math.nan, 4.0, 8.0], [math.nan, 0.0, 8.0]), None, 0.25),
-        (([0.0, 0.0, 8.0], [0.0, 0.0, 2.0]), None, 0.0),
-        (([0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]), None, None),
+        (([3.0, 4.0, 8.0, 4.0], [0.0, 2.0, 2.0, 2.0]), 0.5, 0.6),
+        (([3.0, 4.0, 8.0, 4.0], [0.0, 2.0, 2.0, 0.0]), 0.75, 0.6),  # the truth is known at one client alone
+        (([1.0, 4.0, 8.0, 2.0], [0.0, 2.0, 2.0, 2.0]), 0.25, 0.6),  # of half the samples of the other one
+        (([0.0, 4.0, 8.0, 0.0], [0.0, 0.0, 8.0, 0.0]), None, 0.25),
+        (([0.0, 0.0, 8.0, 0.0], [0.0, 0.0, 2.0, 0.0]), None, 0.0),
+        (([0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]), None, None),
     ],
 )
 def test_pseudo_labels_are_counted_over_clients_and_rounds(counts, accuracy, share):
     federation = Scripted({"ann": (3, [1.0]), "bob": (9, [2.0])})
     done = one_round(federation, {"w": torch.zeros(1)})
-    none = with_labels(done, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    none = with_labels(done, [0.0] * 4, [0.0] * 4)
     line = line_of(FedAvg(NET), none, with_labels(done, *counts))
     assert (line["pseudo_label_accuracy"], line["pseudo_label_share"]) == (accuracy, share)
 

@@ -467,21 +467,21 @@ def test_sites_report_how_many_pseudo_labels_they_give_but_not_how_many_are_righ
         for one in (here, there)
         for done in federate(method, one, Plan(1, 6, 0), method.initial(0))
     )
-    assert ours[:, 0].isnan().all() and not theirs.isnan().any()
-    assert torch.equal(ours[:, 1:], theirs[:, 1:])
-    assert ours[0, 1:].tolist() == [0, 0] and (ours[1:, 2] > 0).all()  # the first has none to label
+    assert not ours[:, [0, 3]].any() and torch.equal(theirs[:, 3], theirs[:, 1])
+    assert torch.equal(ours[:, 1:3], theirs[:, 1:3])
+    assert ours[0, 1:3].tolist() == [0, 0] and (ours[1:, 2] > 0).all()  # the first has none to label
 
 
 def test_coarse_counts_of_pseudo_labels_keep_the_share(tmp_path):
     """Each unlabelled sample gets a label: powers of two near 14, 11, 19, 17 and 23 samples."""
     method, here, _ = federation(tmp_path, "hassle", agreed=terms(coarse=True))
     (done,) = federate(method, here, Plan(1, 6, 0), method.initial(0))
-    counts = [reply.update.labelling[1:].tolist() for reply in done.replies]
+    counts = [reply.update.labelling[1:3].tolist() for reply in done.replies]
     assert counts == [[0, 0], [16, 16], [8, 8], [16, 16], [16, 16], [32, 32]]
 
 
 def test_a_share_of_coarse_counts_is_rounded():
     """A third of 11 labels: 11 becomes 8, and 4 of 11 becomes 3 of 8."""
-    update = Update(Client("k", 1, 1), {}, {}, {}, torch.tensor([float("nan"), 4.0, 11.0]))
+    update = Update(Client("k", 1, 1), {}, {}, {}, torch.tensor([0.0, 4.0, 11.0, 0.0]))
     assert update_words(update) == {"losses": {}, "pseudo_labels": [4, 11]}
     assert update_words(update, rounded=True) == {"losses": {}, "pseudo_labels": [3, 8]}

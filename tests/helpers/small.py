@@ -153,7 +153,8 @@ def site(data=None, labelled=(), unlabelled=(), name="here", truth=True):
     data = dataset() if data is None else data
     y = torch.from_numpy(np.asarray(data.y_train, np.int64))
     known, unknown = (torch.tensor(list(part), dtype=torch.long) for part in (labelled, unlabelled))
-    samples = Samples(torch.from_numpy(data.x_train), known, y[known], unknown, y[unknown] if truth else None)
+    true = y[unknown] if truth else torch.full_like(unknown, -1)
+    samples = Samples(torch.from_numpy(data.x_train), known, y[known], unknown, true)
     return Site(Client(name, len(known), len(unknown)), samples, dataset_views(data, CPU))
 
 

@@ -85,7 +85,7 @@ def holdings(name, settings):
     """The numbers of labelled and unlabelled images of each client of a split; settings in JSON, seed 0."""
     chosen = resolve(request("paper", {"data": name, "split": json.loads(settings)}))
     split = build_split(chosen, black(name))
-    split.check(CATALOGUE[name].images[0])
+    split.check(np.zeros(CATALOGUE[name].images[0], int))
     return [(len(a), len(b)) for a, b in zip(split.labelled, split.unlabelled, strict=True)]
 
 

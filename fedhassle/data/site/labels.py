@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import csv
-import io
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -13,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedhassle.data.csv_files import read_columns
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.listing import LABEL_FILE, ImageFiles, Problem, find_label_file, is_ignored
 from fedhassle.errors import UserError, require
 from fedhassle.names import class_name, counted, escaped, nearest, some_of
 
 COLUMNS = ("file", "label")
-DELIMITERS = (",", ";", "\t")
 MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "?", "-", "–", "—")  # no label, elsewhere
 UNLABELLED = ("unlabelled", "unlabeled")  # folders, in any capitals
 TABLES = (".csv", ".tsv", ".xlsx", ".xls", ".ods")  # suffixes of files that may hold labels
@@ -54,7 +51,7 @@ def folder_classes(images: ImageFiles, label_file: Path | None) -> tuple[str, ..
     else:
         tops = {top for top in map(_top_folder, images.files) if top is not None}
         names = {nfc(class_name(top, f"{images.folder}: ")) for top in tops if not _is_unlabelled(top)}
-    return tuple(sorted(names, key=_natural_order))
+    return tuple(sorted(names, key=natural_order))
 
 
 def ignored_labels(
@@ -78,7 +75,7 @@ def folder_name(class_name: str) -> str:
     return re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", class_name)
 
 
-def _natural_order(name: str) -> tuple[bool, int, str]:
+def natural_order(name: str) -> tuple[bool, int, str]:
     """Returns a sort key: numbers by value, before words."""
     number = name.isdecimal()
     return (not number, int(name) if number else 0, name)
@@ -252,69 +249,9 @@ def _without_decimals(name: str) -> str:
 
 
 def read_labels(path: Path) -> list[LabelRow]:
-    """Reads a label file: CSV in UTF-8, or UTF-16 with BOM, separated by commas, semicolons or tabs.
-
-    The header has both columns, in any order; other columns and empty lines are ignored. A filled cell beyond
-    the header is an error: an unquoted comma in a name has shifted the cells.
-    """
-    lines = _csv_lines(path)
-    header, rows = lines[0], lines[1:]
-    columns = [_column(header, name, path) for name in COLUMNS]
+    """Reads a label file with the columns `file` and `label`."""
     found = []
-    for number, cells in enumerate(rows, start=2):
-        beyond = [cell for cell in cells[len(header) :] if cell.strip()]
-        if beyond:
-            raise UserError(
-                f"{path}: row {number} has {len(cells)} cells, but the header has {len(header)}: "
-                f"{beyond[0].strip()!r} is in no column (put names with a comma, semicolon or tab in quotes)"
-            )
-        file, label = (cells[k].strip() if k < len(cells) else "" for k in columns)
-        require(bool(file) or not label, f"{path}: row {number} has the label {label!r} but names no file")
-        if file:
-            found.append(LabelRow(number, file, class_name(label, f"{path}: row {number}: ")))
+    for number, (file, label) in read_columns(path, COLUMNS).rows:
+        require(bool(file), f"{path}: row {number} has the label {label!r} but names no file")
+        found.append(LabelRow(number, file, class_name(label, f"{path}: row {number}: ")))
     return found
-
-
-def _csv_lines(path: Path) -> list[list[str]]:
-    """Returns the cells of each line, without the line `sep=;` that sets the delimiter for Excel."""
-    try:
-        content = path.read_bytes()
-        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = content.decode("utf-16" if wide else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as “CSV UTF-8”") from error
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"the label file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    text = re.sub(r'\A"?sep=[^\r\n]?"?(\r\n|\r|\n|\Z)', "", text, flags=re.IGNORECASE)
-    require(bool(text), f"{path} is empty: expected a header with {' and '.join(COLUMNS)}")
-    lines: list[list[str]] = []
-    try:
-        # Strict: a quote that is never closed would make one cell of all rows after it.
-        for cells in csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True):
-            lines.append(cells)  # noqa: PERF402 - their number tells which row is wrong
-    except csv.Error as error:
-        advice = "close every quoted cell, and double the quotation marks inside it"
-        raise UserError(f"{path}: row {len(lines) + 1} is not valid CSV ({error}): {advice}") from error
-    return lines
-
-
-def _delimiter(text: str) -> str:
-    """Returns the delimiter by which the header has most of our columns."""
-    headers = {one: next(csv.reader(io.StringIO(text, newline=""), delimiter=one), []) for one in DELIMITERS}
-    return max(DELIMITERS, key=lambda one: len({*map(_plain, headers[one])} & {*COLUMNS}))
-
-
-def _plain(cell: str) -> str:
-    return cell.strip().lower()
-
-
-def _column(header: Sequence[str], name: str, path: Path) -> int:
-    """Returns the index of a column."""
-    places = [k for k, cell in enumerate(header) if _plain(cell) == name]
-    if len(places) != 1:
-        found = ", ".join(escaped(cell.strip()) for cell in header) or "nothing"
-        separated = "separated by comma, semicolon or tab"
-        raise UserError(f"{path}: expected a header with one column {name!r} ({separated}), found {found}")
-    return places[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from fedhassle.data.site.listing import Problem
 from fedhassle.data.site.pictures import TO_FIT
 
 DEFAULT_SIDE = 64  # pixels, if no size is agreed
+GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
 class Survey(NamedTuple):
@@ -62,6 +63,11 @@ def survey(
         conversions(site.problems, leave_out=() if form else TO_FIT),
         (*site.notes, *suspicious_names(wanted.class_names)),
     )
+
+
+def is_grey(modes: Iterable[str]) -> bool:
+    """True if images of these modes have no colours."""
+    return all(mode in GREY_MODES for mode in modes)
 
 
 def skipped(problems: Sequence[Problem]) -> tuple[Problem, ...]:

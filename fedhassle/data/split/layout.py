@@ -137,23 +137,24 @@ def units(counts: Counts) -> tuple[Counts, Counts]:
     return owner, np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
 
 
-def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts) -> Counts:
-    """Returns labelled counts for clients whose sizes differ from the plan.
+def relabelled(labels: LabelLayout, holdings: Sequence[Holding], sizes: Counts, most: Counts) -> Counts:
+    """Returns labelled counts for clients whose sizes differ from the plan, and of which `most` have labels.
 
     A list of shares applies to the actual sizes. Otherwise full clients label everything, and the remaining
     planned labels are spread over the partial clients in proportion to their sizes.
     """
+    most = np.minimum(most, sizes - 1)  # of a partial client
     kinds = np.array([holding.kind for holding in holdings])
     partial = kinds == "partial"
     counts = np.where(kinds == "full", sizes, 0)
     if not isinstance(labels, str | Mapping):
-        some = np.clip(np.rint(np.asarray(labels) * sizes).astype(np.int64), 1, sizes - 1)
+        some = np.clip(np.rint(np.asarray(labels) * sizes).astype(np.int64), 1, most)
         return np.where(partial, some, counts)
     if not partial.any():
         return counts
     planned = sum(holding.labelled for holding in holdings)
     rest = planned - int(counts.sum())
-    room = sizes[partial] - 1
+    room = most[partial]
     if not room.size <= rest <= room.sum():
         raise UserError(
             f"the drawn sizes leave {rest} of {planned} labels to {room.size} partial clients that can take "

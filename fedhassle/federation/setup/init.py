@@ -10,14 +10,13 @@ from pathlib import Path
 
 from fedhassle.data.catalogue import CATALOGUE, default_crop, default_entry, statistics
 from fedhassle.data.site.folder import ImageForm, read_site
-from fedhassle.data.site.survey import survey
+from fedhassle.data.site.survey import is_grey, survey
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, DataTerms, parsed_address, write_agreement
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import make_ca, make_server_certificate
 from fedhassle.names import nearest
 
-GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
 
 
@@ -49,8 +48,7 @@ def terms_of_folder(
         f"the images of {folder} have {len(seen.sizes)} sizes: choose one with --size, such as --size 64",
     )
     height, width = size or (seen.sizes[0][0][1], seen.sizes[0][0][0])
-    grey = all(mode in GREY_MODES for mode, _ in seen.modes)
-    depth = channels or (1 if grey else 3)
+    depth = channels or (1 if is_grey(mode for mode, _ in seen.modes) else 3)
     site = read_site(folder, ImageForm(seen.class_names, height, width, depth), labels)
     mean, std = statistics(site.x)
     terms = terms_by_classes(seen.class_names, (height, width), depth)
