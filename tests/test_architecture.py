@@ -30,6 +30,7 @@ CONFIGURED = {  # what reads settings outside settings/
     "runs/trackers.py",
     "predict/metadata.py",  # checks the metadata of models in the same way
     "predict/model.py",
+    "cli/completion.py",  # completes the names of settings
     "cli/split.py",
     "federation/build.py",  # builds a run from an agreement
     "federation/agreement.py",  # checks federation.toml

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.options import DataDir, Device, Words, parse_request
 from fedhassle.names import counted
 from fedhassle.settings.request import variations
@@ -30,6 +31,7 @@ def run(
         typer.Option(
             metavar="KEY=V1,V2",
             help="One run per value: seed=0,1,2. Repeat it to train every combination (default: one run).",
+            autocompletion=complete_choice,
         ),
     ] = None,
     data_dir: DataDir = None,

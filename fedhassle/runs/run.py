@@ -203,7 +203,7 @@ def require_same_code(run: Run) -> None:
     noted, own = run.folder.own_code, own_code_of(run.settings)
     if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
         return
-    files = " or ".join(name.partition(":")[0] for name in own)
+    files = " or ".join(name.rpartition(":")[0] for name in own)
     raise UserError(
         f"{files} has changed since {run.folder.path} began: its rounds would mix two methods. Start a new "
         f"run in another folder, or put the code back; or remove {noted} to resume all the same"
@@ -220,7 +220,7 @@ def write_settings(run: Run) -> None:
 
 
 def own_code_text(own: Mapping[str, str]) -> str:
-    """One line for each import path and the hash of its code."""
+    """One line for each `module:Name` or `file.py:Name` and the hash of its code."""
     return "".join(f"{name} {code}\n" for name, code in own.items())
 
 
