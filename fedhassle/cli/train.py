@@ -11,8 +11,9 @@ from rich.console import Console
 
 from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.options import DataDir, Device, Words, parse_request
+from fedhassle.errors import require
 from fedhassle.names import counted
-from fedhassle.settings.request import variations
+from fedhassle.settings.request import is_setting, key_value, variations
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
@@ -58,30 +59,58 @@ def run(
 
 
 def resume(
-    folders: Annotated[
-        list[Path], typer.Argument(help="Folders of interrupted runs, or folders that contain such folders.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FOLDER... [rounds=N]",
+            help="Folders of runs, or folders that contain such folders; then a larger number of rounds.",
+        ),
     ],
     device: Annotated[
         str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: the run's).")
     ] = None,
 ) -> None:
-    """Resume runs after a crash, a kill or Ctrl-C."""
+    """Resume runs after a crash, a kill or Ctrl-C, or continue finished runs.
+
+    With rounds=300 a run goes on to 300 rounds, with the result of a run that had 300 from the start. That is
+    refused where the first rounds would have been others, as with a schedule over all rounds. No other
+    setting can change.
+    """
     from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
+    from fedhassle.runs.record import read_summary
     from fedhassle.runs.run import Loader, reopen
 
+    folders, rounds = folders_and_rounds(words)
     there = [path for folder in folders for path in run_folders(folder)]
-    finished = [path for path in there if Folder(path).finished]
+    ended = [path for path in there if Folder(path).finished]
+    finished = [path for path in ended if rounds in (None, read_summary(path)["rounds"])]
     for path in finished:
         remove_stale_lock(path)
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     load = Loader()
-    cut = [reopen(path, device, load) for path in there if path not in finished]
+    cut = [reopen(path, device, load, rounds) for path in there if path not in finished]
     if len(cut) == 1:
         follow_run(cut[0])
     elif cut:
         follow_runs(cut)
+
+
+def folders_and_rounds(words: Sequence[str]) -> tuple[list[Path], int | None]:
+    """Returns the folders of a command, and the number of rounds that it asks for, if any."""
+    changes = dict(key_value(word) for word in words if is_setting(word) and not Path(word).exists())
+    for key in changes:
+        require(
+            key == "rounds",
+            f"{key} cannot change when a run is resumed, only rounds can: the rounds before would not fit. "
+            f"Start a new run with it: fedhassle run … {key}={changes[key]}",
+        )
+    rounds = changes.get("rounds")
+    require(rounds is None or type(rounds) is int, f"rounds: expected a whole number, got {rounds!r}")
+    folders = [Path(word) for word in words if Path(word).exists() or not is_setting(word)]
+    require(bool(folders), "name the folder of a run before rounds=N")
+    return folders, rounds
 
 
 def follow_run(launched: Run) -> None:

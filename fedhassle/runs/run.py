@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import tomli_w
 import torch
 
+from fedhassle.averaging import Averaged
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.rounds import Plan
@@ -171,17 +172,48 @@ def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method
 # Runs that were cut
 
 
-def reopen(path: Path, device: str | None = None, load: Load = build_dataset) -> Run:
-    """A run that was cut, ready to resume; `device` moves it to another device."""
+def reopen(
+    path: Path, device: str | None = None, load: Load = build_dataset, rounds: int | None = None
+) -> Run:
+    """A run that was cut, ready to resume; `device` moves it to another device, `rounds` makes it longer."""
     folder = Folder(path)
     if folder.audit.exists():
         raise UserError(f"{path} is a federation's run: resume it with {resume_command(folder)}")
     if not folder.begun:
         raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
     request = stored_request(folder)
-    run = prepare(folder, request if device is None else on_device(request, device), load)
+    request = request if device is None else on_device(request, device)
+    run = prepare(folder, request if rounds is None else Request((*request.layers, {"rounds": rounds})), load)
     require_same_code(run)
+    if rounds is not None:
+        before = resolve(request).rounds
+        require(rounds >= before, f"{path} is a run of {before} rounds: it cannot be cut to {rounds}")
+        require_extendable(run, before)
     return run
+
+
+def require_extendable(run: Run, before: int) -> None:
+    """Refuses a run of more rounds than before if its method depends on their number: a schedule, a start."""
+    shorter = method_for_run(run.settings.model_copy(update={"rounds": before}), run.dataset, run.split)
+    changed = [
+        f"method.{name} is {value!r} in a run of {before} rounds and {other!r} in one of {run.rounds}"
+        for name, value, other in differences(shorter, run.method)
+    ]
+    require(
+        not changed,
+        f"{run.folder.path} cannot go on from {before} to {run.rounds} rounds, since its first rounds would "
+        f"have been others: {'; '.join(changed)}. Start a new run with rounds={run.rounds}. (A run that is "
+        "given that setting can go on.)",
+    )
+
+
+def differences(one: Method, other: Method) -> list[tuple[str, Any, Any]]:
+    """The settings in which two methods of a class differ: name, and both values."""
+    if isinstance(one, Averaged) and isinstance(other, Averaged):
+        return differences(one.inner, other.inner)
+    names = [field.name for field in fields(one) if field.name != "net"]
+    both = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    return [(name, a, b) for name, a, b in both if a != b]
 
 
 def on_device(request: Request, device: str) -> Request:
@@ -212,6 +244,7 @@ def require_same_code(run: Run) -> None:
 
 def write_settings(run: Run) -> None:
     """Writes the split, the resolved settings in place of the request, and the hashes of own code."""
+    run.folder.summary.unlink(missing_ok=True)  # of a finished run that goes on; first: a kill leaves no mix
     run.split.save(run.folder.split)
     write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
     if own := own_code_of(run.settings):

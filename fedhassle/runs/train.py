@@ -47,7 +47,7 @@ from fedhassle.runs.record import (
     metrics_line,
     without_classes,
 )
-from fedhassle.runs.run import Run, write_settings
+from fedhassle.runs.run import Run, require_extendable, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
 from fedhassle.settings.build import binding_settings, build_engine
@@ -87,7 +87,7 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
         engine.active(),
         on_cores(1),  # clients run side by side instead: `side_by_side` says why
     ):
-        start = resumed(run)
+        start = resumed(run, may_grow=True)
         memory.require(start.kept or {})
         write_settings(run)
         yield from train_in_federation(run, simulator, evaluate, start)
@@ -156,22 +156,32 @@ def train_rounds(
     federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
 
 
-def resumed(run: Run) -> Checkpoint:
-    """The checkpoint from which a run goes on; refuses one that was made under other settings."""
+def resumed(run: Run, may_grow: bool = False) -> Checkpoint:
+    """The checkpoint from which a run goes on; refuses one that was made under other settings.
+
+    If it `may_grow`, it can have more rounds than before, as far as that does not change the rounds before.
+    """
     start = restore(run.folder, run.method, run.plan.seed, run.device)
     now = binding_settings(run.settings, run.dataset, run.split)
-    require_same_settings(run.folder, start, now)
+    made = now if start.settings is None else start.settings
+    if may_grow and made["rounds"] < now["rounds"]:
+        require_extendable(run, made["rounds"])
+        made = made | {"rounds": now["rounds"]}
+    require_same_settings(run.folder, start.t, made, now)
+    beyond = start.t % run.settings.evaluate_every
+    if beyond and start.t < run.rounds:  # the end of a shorter run, where the longer one is not evaluated
+        discard_after(run.folder.checkpoints, start.t - beyond)
+        start = restore(run.folder, run.method, run.plan.seed, run.device)
     return start._replace(settings=now)
 
 
-def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]) -> None:
-    """Refuses to go on with other settings than those of the rounds before; its rounds would mix both."""
-    made = now if start.settings is None else start.settings
+def require_same_settings(folder: Folder, t: int, made: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to go on after round t with other settings than before; its rounds would mix both."""
     changed = [key for key in (now | made) if now.get(key) != made.get(key)]
     if changed:
         pairs = [f"{key}={now.get(key)!r} instead of {made.get(key)!r}" for key in changed]
         raise UserError(
-            f"{folder.config} or the images have changed since the checkpoint of round {start.t}: "
+            f"{folder.config} or the images have changed since the checkpoint of round {t}: "
             f"{some_of(pairs, 3)}. Put them back, or remove {folder.checkpoints} to train all rounds again"
         )
 

@@ -247,7 +247,7 @@ def rewritten(path, old, new):
     [
         ("lr = 0.02", "lr = 0.03", "method.lr=0.03 instead of 0.02"),
         ("seed = 0", "seed = 1", "seed=1 instead of 0"),
-        ("rounds = 8", "rounds = 9", "rounds=9 instead of 8"),
+        ("rounds = 8", "rounds = 7", "rounds=7 instead of 8"),
         ("lr = 0.02", "", "method.lr="),
     ],
 )
