@@ -263,14 +263,20 @@ class Method:
     batch: BatchSize = 128  # samples in a batch (Sec. 5.1)
     epochs: Epochs = 10  # local epochs a round (ruling 7)
     lr: Positive = 0.1  # η, the learning rate of SGD (Sec. 5.1)
-    momentum: Decay = 0.9  # of SGD (Sec. 5.1)
-    schedule: Literal["cosine", "step"] | None = None  # of the learning rate over rounds; None: constant
-    horizon: FromOne | None = None  # rounds over which the rate falls, with a schedule; None: the run's
-    clip: NotNegative | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
+    momentum: Decay = 0.9  # momentum of SGD (Sec. 5.1)
+    # The learning rate over rounds: cosine to 0, or a step to a tenth after a half and after three quarters;
+    # default: constant.
+    schedule: Literal["cosine", "step"] | None = None
+    horizon: FromOne | None = None  # rounds over which the rate falls, with a schedule; default: the run's
+    # Largest norm of a gradient, 0: off (ruling 9); default: the network's own, 5 for ResNet-8, 1 for LeNet.
+    clip: NotNegative | None = None
     average: Decay | None = None  # decay of a running mean over rounds of each model that predicts
-    teacher: Literal["average"] | None = None  # who gives pseudo-labels; None: the models received
-    prior: Literal["batch", "none"] | None = None  # calibrates cross-entropies by the class mix of the batch
-    labelled_view: Literal["weak", "strong"] | None = None  # of labelled images; None: the method's own
+    # Who gives pseudo-labels, where models that are sent do: their running means; default: the models.
+    teacher: Literal["average"] | None = None
+    # Calibrates cross-entropies by the class mix of the batch (balanced softmax, Ren et al. 2020).
+    prior: Literal["batch", "none"] | None = None
+    # View of labelled images; default: the method's own.
+    labelled_view: Literal["weak", "strong"] | None = None
 
     averages: ClassVar[bool] = False  # whether it keeps the running means of `average` itself
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels

@@ -10,7 +10,7 @@ import fedhassle
 
 PACKAGE = Path(fedhassle.__file__).parent
 STOREYS = [  # from the ground up; a module imports what lies below it, or beside it on its storey
-    {"errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
+    {"blocks", "errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
     {"data"},
     {"vectors", "nets", "losses", "method", "averaging"},
     {"methods", "engine"},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import typer
 
@@ -78,20 +77,10 @@ def values_of(key: str, words: Sequence[str], start: str) -> list[str]:
     from fedhassle.data.catalogue import CATALOGUE
     from fedhassle.methods import METHODS
     from fedhassle.nets import NETS
+    from fedhassle.settings.reference import choices
 
     named: dict[str, Iterable[str]] = {"data": CATALOGUE, "method": METHODS, "net": NETS}
     return beginning(start, named[key] if key in named else choices(types_after(words).get(key)))
-
-
-def choices(kind: Any) -> Iterator[str]:
-    """Yields the values of a type that has few."""
-    if kind is bool:
-        yield from ("true", "false")
-    elif typing.get_origin(kind) is Literal:
-        yield from typing.get_args(kind)
-    else:
-        for part in typing.get_args(kind):
-            yield from choices(part)
 
 
 def types_after(words: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class Central(FedAvg):
     Unlabelled data and clients are idle.
     """
 
-    steps: FromOne | None = None  # of a round; None: as many as its clients would make, on average; ours
+    # Steps a round; default: as many as its clients would make, on average; ours.
+    steps: FromOne | None = None
 
     pooled: ClassVar[tuple[Part, ...]] = ("labelled",)
 

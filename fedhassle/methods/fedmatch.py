@@ -40,10 +40,12 @@ class FedMatch(Method):
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
-    lr: Positive = 0.05  # ours: with λ_s = 10, σ goes half as far in a step as at 0.1 with momentum 0.9
-    momentum: Decay = 0.0  # of SGD: none, as theirs
+
+    # Learning rate; ours: with λ_s = 10, σ goes half as far in a step as at 0.1 with momentum 0.9.
+    lr: Positive = 0.05
+    momentum: Decay = 0.0  # momentum of SGD
     confidence: Share = 0.75  # below it a sample teaches nothing
-    helpers: Annotated[int, Range(0, 1000)] = 2  # H clients that answer most alike
+    helpers: Annotated[int, Range(0, 1000)] = 2  # H, the clients that answer most alike
     helper_rounds: FromOne = 10  # helpers are sent every so many rounds
     supervised_weight: NotNegative = 10.0  # λ_s, of the cross-entropy on labels
     consistency_weight: NotNegative = 1.0  # λ_ICCS; ours: theirs, 0.01, leaves ψ next to nothing to learn
@@ -52,8 +54,8 @@ class FedMatch(Method):
     first_psi: Share = 0.2  # ψ^(0) as a share of σ^(0)
     ratio: Ratio = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
     unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
-    weights: Literal["labels", "clients"] = "labels"  # of means; ours, as clients differ in size
-    least_change: NotNegative = 5e-5  # changes up to this size are not sent, in either direction
+    weights: Literal["labels", "clients"] = "labels"  # of a client in means; ours, as clients differ in size
+    least_change: NotNegative = 5e-5  # changes of an entry up to this size are not sent, in either direction
 
     def networks(self) -> dict[str, Net]:
         """σ is a network; ψ and the helpers' are vectors that are added to its kernels."""

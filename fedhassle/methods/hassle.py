@@ -66,18 +66,21 @@ class Hassle(Method):
 
     gra: bool = True  # global residual alignment: the residual models
     mpa: bool = True  # model proximity alignment: the term of Eq. 12
-    gamma: NotNegative = 0.001  # γ in Eq. 12 (ruling 1)
+    gamma: NotNegative = 0.001  # γ in Eq. 12, weight of the proximity (ruling 1)
     proximity: Literal["squared", "norm"] = "squared"  # ‖·‖² or the paper's ‖·‖ in Eq. 12 (ruling 1)
-    residual_target: Literal["difference", "with_residual"] = "difference"  # Eq. 7 (ruling 3)
-    tau: Positive = 2.0  # τ in Eq. 7 (ruling 5)
+    # Target of Eq. 7: as in the paper, or as in its script (ruling 3).
+    residual_target: Literal["difference", "with_residual"] = "difference"
+    tau: Positive = 2.0  # τ, temperature in Eq. 7 (ruling 5)
     lam: NotNegative = 1.0  # λ in Eq. 9
     residual_steps: Annotated[int, Range(1, 100_000)] = 100  # batches a round for a residual (ruling 8)
     residual_decay: NotNegative = 0.0001  # weight decay of the residuals (ruling 8)
-    residual_width: Annotated[float, Range(0.0, 1.0, above=True)] = 0.25  # of the dual's channels (ruling 13)
+    # Channels of a residual, as a share of the dual's (ruling 13).
+    residual_width: Annotated[float, Range(0.0, 1.0, above=True)] = 0.25
     pseudo_labels: Literal["round", "online"] = "round"  # once a round, or each augmented batch (ruling 10)
     confidence: Share = 0.0  # below it a sample gets no pseudo-label (ruling 12)
     shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
-    residual_rounds: FromZero = 0  # first rounds that train the residuals alone (ruling 14)
+    # First rounds that train the residuals alone (ruling 14); needs gra=true and warmup=0.
+    residual_rounds: FromZero = 0
     warmup: FromZero = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
 
     teachers: ClassVar[tuple[str, ...]] = ("w_S_before", "r_US")

@@ -40,15 +40,14 @@ class HasslePlus(Method):
     """
 
     # Chosen on held-out images; docs/hassle-plus.md has the figures.
+
     batch: BatchSize = 64  # labelled samples in a batch
     epochs: Epochs = 20  # passes over the labels a round that train w_S
-    unlabelled_epochs: Epochs = (
-        5  # passes that train w_U, over the unlabelled data; on full clients over labels
-    )
+    unlabelled_epochs: Epochs = 5  # passes that train w_U, over unlabelled data; on full clients over labels
     ratio: Ratio = 2  # unlabelled samples for each labelled one in a step
     confidence: Share = 0.95  # below it a sample gets no pseudo-label
-    own_mix: bool = True  # pseudo-labels know the class mix of their client
-    start: FromZero | None = None  # rounds on labels alone before w_U starts; None: 0.3 of the run's
+    own_mix: bool = True  # pseudo-labels know the class mix of their client (Saerens et al. 2002)
+    start: FromZero | None = None  # rounds on labels alone before w_U starts; default: 0.3 of the run's
     average: Decay = 0.9  # decay of the means; 0: no means
     prior: Literal["batch", "none"] | None = "batch"
     labelled_view: Literal["weak", "strong"] | None = "strong"

@@ -27,6 +27,7 @@ class RSCFed(FedAvg):
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
+
     lr: Positive = 0.03  # learning rate of clients with labels
     unlabelled_lr: Positive = 0.021  # learning rate of unlabelled clients
     unlabelled_clip: NotNegative = 5.0  # largest norm of an unlabelled client's gradient; 0: off

@@ -35,6 +35,7 @@ def completed(monkeypatch, shell, *words):
         (("run", "method", "=", "fedprox", "method.m"), ["method.momentum=", "method.mu="]),
         (("run", "seed", "=", "1", "data.fl"), ["data.flip="]),
         (("run", "split.kind", "="), ["authors", "balanced", "dirichlet", "iid"]),
+        (("methods", "fixm"), ["fixmatch", "fixmatch-global"]),
         (("reproduce", "table1"), ["table1"]),
         (("reproduce", "table1", "method.ta"), ["method.tau="]),
     ],
