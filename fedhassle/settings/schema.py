@@ -47,6 +47,11 @@ def split_words(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
+def without_none(value: Any) -> Any:
+    """A table without the entries that are None, which TOML cannot hold; any other value unchanged."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
 def trackers(value: Any) -> Any:
     """The words of `track`, which must be known tools."""
     words, known = split_words(value), typing.get_args(Tool)
@@ -80,7 +85,8 @@ class SplitSettings(BaseModel):
     annotation: Literal["independent", "own"] = "independent"
     alpha: float = 0.1
     clients: int = 20
-    labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
+    # A name, {full, partial, unlabelled, share}, or a list of shares.
+    labels: Annotated[Any, BeforeValidator(without_none)] = "10%"
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
     seed: int | None = Field(default=None, ge=0)  # default: the run's seed; 0 with kind=authors
