@@ -34,7 +34,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="KEY=V1,V2",
-            help="One run per value: seed=0,1,2. Repeat it to train every combination (default: one run).",
+            help="One run per value: seed=0,1,2. Repeat it with another key to train every combination "
+            "(default: one run).",
             autocompletion=complete_choice,
         ),
     ] = None,
