@@ -202,8 +202,8 @@ def require_extendable(run: Run, before: int) -> None:
     require(
         not changed,
         f"{run.folder.path} cannot go on from {before} to {run.rounds} rounds, since its first rounds would "
-        f"have been others: {'; '.join(changed)}. Start a new run with rounds={run.rounds}; one that is given "
-        "this setting can go on later",
+        f"have been others: {'; '.join(changed)}. Start a new run with rounds={run.rounds}; one that has "
+        "this setting given can go on later",
     )
 
 
