@@ -41,5 +41,5 @@ def main(
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(main)
+    app.command(context_settings={"help_option_names": ["--help", "-h"]})(main)
     sys.exit(guarded(app))

@@ -19,6 +19,16 @@ from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import UserError, require
 from fedhassle.losses import calibrated, cross_entropy, hard_labels
 from fedhassle.nets import Net
+from fedhassle.ranges import (
+    BatchSize,
+    Decay,
+    Epochs,
+    FromOne,
+    NotNegative,
+    Positive,
+    ranges,
+    require_in_range,
+)
 from fedhassle.vectors import Arrays, mean
 
 Part = Literal["labelled", "unlabelled"]
@@ -250,17 +260,23 @@ class Method:
     """
 
     net: Net
-    batch: int = 128  # Sec. 5.1
-    epochs: int = 10  # local epochs a round (ruling 7)
-    lr: float = 0.1  # η, Sec. 5.1
-    momentum: float = 0.9  # Sec. 5.1
-    schedule: Literal["cosine", "step"] | None = None  # of the learning rate over rounds; None: constant
-    horizon: int | None = None  # rounds over which the rate falls; None: the run's
-    clip: float | None = None  # largest norm of a gradient (ruling 9); None: the network's own; 0: off
-    average: float | None = None  # decay of a running mean over rounds of each model that predicts
-    teacher: Literal["average"] | None = None  # who gives pseudo-labels; None: the models received
-    prior: Literal["batch", "none"] | None = None  # calibrates cross-entropies by the class mix of the batch
-    labelled_view: Literal["weak", "strong"] | None = None  # of labelled images; None: the method's own
+    batch: BatchSize = 128  # samples in a batch (Sec. 5.1)
+    epochs: Epochs = 10  # local epochs a round (ruling 7)
+    lr: Positive = 0.1  # η, the learning rate of SGD (Sec. 5.1)
+    momentum: Decay = 0.9  # momentum of SGD (Sec. 5.1)
+    # The learning rate over rounds: cosine to 0, or a step to a tenth after a half and after three quarters;
+    # default: constant.
+    schedule: Literal["cosine", "step"] | None = None
+    horizon: FromOne | None = None  # rounds over which the rate falls, with a schedule; default: the run's
+    # Largest norm of a gradient, 0: off (ruling 9); default: the network's own, 5 for ResNet-8, 1 for LeNet.
+    clip: NotNegative | None = None
+    average: Decay | None = None  # decay of a running mean over rounds of each model that predicts
+    # Who gives pseudo-labels, where models that are sent do: their running means; default: the models.
+    teacher: Literal["average"] | None = None
+    # Calibrates cross-entropies by the class mix of the batch (balanced softmax, Ren et al. 2020).
+    prior: Literal["batch", "none"] | None = None
+    # View of labelled images; default: the method's own.
+    labelled_view: Literal["weak", "strong"] | None = None
 
     averages: ClassVar[bool] = False  # whether it keeps the running means of `average` itself
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
@@ -269,24 +285,12 @@ class Method:
     modes: ClassVar[Mapping[str, str]] = {}  # predictions to choose from and what each is; {}: the headline
 
     def __post_init__(self) -> None:
-        # The upper bounds are those of memory: the walk of a whole phase is drawn before its first step.
-        require(1 <= self.batch <= 65_536, f"batch must be from 1 to 65,536, got {self.batch}")
-        require(1 <= self.epochs <= 1000, f"epochs must be from 1 to 1,000, got {self.epochs}")
         for field in fields(self):
             require_float32(field.name, getattr(self, field.name))
-        require(self.lr > 0, f"lr must be positive, got {self.lr}")
-        require(0 <= self.momentum < 1, f"momentum must be in [0, 1), got {self.momentum}")
-        require(self.horizon is None or self.horizon >= 1, f"horizon must be at least 1, got {self.horizon}")
+        for name, allowed in ranges(type(self)).items():  # type: ignore[arg-type] # a class is hashable
+            require_in_range(name, getattr(self, name), allowed)
         require(
             self.horizon is None or self.schedule is not None, "horizon needs a schedule: schedule=cosine"
-        )
-        require(
-            self.clip is None or self.clip >= 0,
-            f"clip must be at least 0 (0 = off), got {self.clip}",
-        )
-        require(
-            self.average is None or 0 <= self.average < 1,
-            f"average must be in [0, 1), got {self.average}",
         )
         require(
             self.teacher is None or bool(self.average is not None and self.teachers),
@@ -395,11 +399,6 @@ def require_float32(name: str, value: object) -> None:
     """Raises `UserError` if a number is infinite in the float32 of training, as 1e39 is."""
     beyond = isinstance(value, int | float) and abs(value) > LARGEST  # NaN is left to the checks of a setting
     require(not beyond, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
-
-
-def require_confidence(value: float) -> None:
-    """Raises `UserError` unless a confidence is from 0 to 1: a model is never sure by 95."""
-    require(0 <= value <= 1, f"confidence must be in [0, 1], got {value}")
 
 
 def average(updates: Sequence[Update]) -> Arrays:

@@ -1,12 +1,15 @@
-"""Names: of classes, built-in ones and import paths, hints for misspelt ones, and lists in a sentence."""
+"""Names: of classes, built-in ones and a user's own, hints for misspelt ones, and lists in a sentence."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
+import importlib.util
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from fedhassle.errors import UserError
@@ -15,13 +18,20 @@ T = TypeVar("T")
 
 CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # categories: control characters, lone surrogates, ends of lines
 OVERRIDES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # bidirectional classes
+LIKE = 0.6  # how much of two names agrees before one is suggested for the other: 1 = all of it
 
 
-def nearest(name: str, known: Iterable[str], above: str = "") -> str:
-    """Returns a hint such as “, did you mean 'x'?”, ignoring case, or ""; `above` is put before x."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a hint such as “, did you mean 'x'?”, ignoring case, or ""."""
+    found = likeliest(name, known)
+    return "" if found is None else f", did you mean {found!r}?"
+
+
+def likeliest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelt one is most like, ignoring case; None if it is like none."""
     lowered = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-    return f", did you mean {above + lowered[near[0]]!r}?" if near else ""
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=LIKE)
+    return lowered[near[0]] if near else None
 
 
 def counted(number: int, noun: str) -> str:
@@ -71,17 +81,41 @@ def has_controls(text: str) -> bool:
 
 
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:
-    """Returns the value of a known name, or imports a path such as `package.module:Name`."""
+    """Returns the value of a known name, or of a user's own: `file.py:Name` or `package.module:Name`."""
     if name in known:
         return known[name]
     if ":" not in name:
-        options = f"known: {', '.join(known)}, or an import path such as my_package.my_module:MyClass"
+        if name.endswith(".py"):
+            whole = brief(f"{name}:MyClass")
+            raise UserError(f"{what} {brief(name)} is a file: name the class in it too, as in {whole}")
+        own = "your own is my_file.py:MyClass, or the import path my_package.my_module:MyClass"
+        options = f"there are {', '.join(known)}; {own}"
         raise UserError(f"unknown {what} {brief(name)}{nearest(name, known)} ({options})")
-    module, _, attribute = name.partition(":")
+    module, _, attribute = name.rpartition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(imported(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to fix
         said = f"{what} {brief(name)} cannot be imported: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             said += f"; run the command in the folder of {error.name}, or add that folder to PYTHONPATH"
         raise UserError(said) from error
+
+
+def imported(module: str) -> ModuleType:
+    """Returns a module by its import path, or from the path of a .py file, which runs once in a process."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    file = Path(module).expanduser().resolve()
+    name = str(file)  # no other module has it, not even one of the same file name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # every .py file has a loader
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made  # before it runs: its dataclasses look up their types there
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made

@@ -7,14 +7,13 @@ import os
 import platform
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedhassle.names import counted
+from fedhassle.names import counted, imported
 from fedhassle.version import package_version
 
 
@@ -39,10 +38,10 @@ def code() -> str:
 
 
 def own_code(name: str) -> str | None:
-    """Returns a hash of the source file of an import path's module; None if it has no file."""
+    """Returns a hash of the file that `module:Name` or `file.py:Name` is from; None if there is none."""
     if ":" not in name:
         return None
-    file = getattr(import_module(name.partition(":")[0]), "__file__", None)
+    file = getattr(imported(name.rpartition(":")[0]), "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 
 

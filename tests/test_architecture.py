@@ -10,7 +10,7 @@ import fedhassle
 
 PACKAGE = Path(fedhassle.__file__).parent
 STOREYS = [  # from the ground up; a module imports what lies below it, or beside it on its storey
-    {"errors", "files", "names", "terminal", "version", "provenance", "randomness"},
+    {"blocks", "errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
     {"data"},
     {"vectors", "nets", "losses", "method", "averaging"},
     {"methods", "engine"},
@@ -31,6 +31,7 @@ CONFIGURED = {  # what reads settings outside settings/
     "runs/trackers.py",
     "predict/metadata.py",  # checks the metadata of models in the same way
     "predict/model.py",
+    "cli/completion.py",  # completes the names of settings
     "cli/split.py",
     "federation/build.py",  # builds a run from an agreement
     "federation/agreement.py",  # checks federation.toml

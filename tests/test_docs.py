@@ -17,10 +17,12 @@ from typer.main import get_command
 import fedhassle
 import fedhassle.method
 from benchmarks.__main__ import main as benchmark
+from fedhassle.blocks import block_pattern, replaced
 from fedhassle.cli.main import app
 from fedhassle.method import Method
 from fedhassle.methods import METHODS, Hassle
 from fedhassle.reproduce.experiment import cells, read_experiment
+from fedhassle.settings.reference import EVERY, blocks
 from fedhassle.settings.request import key_value
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +268,14 @@ def test_the_settings_of_a_method_are_exact(name):
     assert {key: type(value) for key, value in documented(name).items()} == {
         key: type(value) for key, value in own.items()
     }
+
+
+def test_the_tables_of_methods_are_those_of_the_code():
+    """`fedhassle methods -o docs/methods.md` makes them anew."""
+    made = blocks()
+    assert [*made] == [EVERY, *METHODS]
+    assert all(len(block_pattern(name).findall(PAGES["methods.md"])) == 1 for name in made)
+    assert replaced(PAGES["methods.md"], made) == PAGES["methods.md"]
 
 
 def test_every_method_is_in_the_overview():

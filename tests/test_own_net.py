@@ -30,9 +30,12 @@ NET = """
 """
 
 
-def test_a_custom_network_is_built(module, images):
+@pytest.mark.parametrize("place", ["own_net", "own_net.py", "./own_net.py"])
+def test_a_custom_network_is_built(place, module, images, tmp_path, monkeypatch):
+    """Named by import path, or by the path of its file."""
     module("own_net", NET.format(extra=""))
-    words = {**small.SETTINGS, "data": str(images), "net": "own_net:Flat"}
+    monkeypatch.chdir(tmp_path)
+    words = {**small.SETTINGS, "data": str(images), "net": f"{place}:Flat"}
     dataset, _, method = built(resolve(request("paper", words)))
     assert method.net.n_parameters == 12 * 12 * 4 + 4 and dataset.net == "lenet"
 

@@ -15,5 +15,6 @@ def test_own_code_is_the_hash_of_its_source(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "code_of_mine.py").write_bytes(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert own_code("code_of_mine:Mine") == hashlib.sha256(text).hexdigest()[:12]
+    assert own_code(f"{tmp_path}/code_of_mine.py:Mine") == own_code("code_of_mine:Mine")
     assert own_code("sys:path") is None  # built in: it has no source
     assert own_code("hassle") is None

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fedhassle import terminal
+from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.data import FEW, show_survey
 from fedhassle.cli.options import Labels
 from fedhassle.errors import UserError, require
@@ -49,7 +50,11 @@ def init(
     address: Annotated[str, typer.Option(help="Address of the server for the sites, host:port.")],
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the run: method=hassle rounds=100."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings of the run: method=hassle rounds=100.",
+            autocompletion=complete_choice,
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
     classes: Annotated[str | None, typer.Option(help="Names of the classes: benign,malignant.")] = None,

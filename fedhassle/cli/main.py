@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, TextIO
 
+import click
 import typer
 from typer.core import TyperCommand
 
@@ -26,7 +27,9 @@ from fedhassle.cli import (
     split,
     train,
 )
+from fedhassle.cli.completion import keys_after
 from fedhassle.errors import DivergedError, UserError
+from fedhassle.settings.request import is_setting
 from fedhassle.version import package_version
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
@@ -43,10 +46,36 @@ class PlainCommand(TyperCommand):
         """Returns the help."""
         return super().get_help(ctx).replace(r"\[", "[")
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the words of a command; a setting that is written as an option is told how to write it."""
+        given = list(args)  # the parser empties it
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            takes_settings = any("KEY=VALUE" in (param.metavar or "") for param in self.params)
+            setting = as_setting(error.option_name, given) if takes_settings else None
+            if setting is None:
+                raise
+            said = f"there is no option {error.option_name}: settings are KEY=VALUE, so write {setting}"
+            raise click.UsageError(said, ctx) from error
+
+
+def as_setting(option: str, words: list[str]) -> str | None:
+    """Returns `--rounds 5` as a setting, rounds=5; None if there is no setting of that name."""
+    name = option.lstrip("-").replace("-", "_")
+    settings = [word for word in words if is_setting(word) and not word.startswith("-")]
+    found = [key for key in keys_after(settings) if name in (key, key.rpartition(".")[2])]
+    if not found:
+        return None
+    _, equals, value = next(word for word in words if word.partition("=")[0] == option).partition("=")
+    if not equals:
+        value = next(iter(words[words.index(option) + 1 :]), "VALUE")
+    return f"{found[0]}={value}"
+
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
-from fedhassle.settings.request import Request, request
+from fedhassle.cli.completion import complete_words
+from fedhassle.settings.request import Request, is_setting, request
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
         help="A preset (quick or paper; default: quick) or a TOML file, then settings.",
+        autocompletion=complete_words,
     ),
 ]
 DataDir = Annotated[
@@ -43,11 +45,6 @@ def parse_request(
     if changes and not is_setting(changes[0]):
         config, *changes = changes
     return request(config, [*changes, *options_as_settings(data_dir, device, ray)])
-
-
-def is_setting(word: str) -> bool:
-    """True for KEY=VALUE; False for a preset, an experiment or a TOML file, even with a = in its name."""
-    return "=" in word and not word.endswith(".toml")
 
 
 def options_as_settings(data_dir: Path | None, device: str | None, ray: str | None = None) -> list[str]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhassle.cli.options import DataDir, Device, Results, is_setting, options_as_settings
+from fedhassle.cli.completion import complete_experiment
+from fedhassle.cli.options import DataDir, Device, Results, options_as_settings
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
+from fedhassle.settings.request import is_setting
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 Names = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME]... [KEY=VALUE]...", help="Experiments, or your own TOML files; then settings."
+        metavar="[NAME]... [KEY=VALUE]...",
+        help="Experiments, or your own TOML files; then settings.",
+        autocompletion=complete_experiment,
     ),
 ]
 Only = Annotated[

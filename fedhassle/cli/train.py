@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from fedhassle.cli.completion import complete_choice, complete_method
 from fedhassle.cli.options import DataDir, Device, Ray, Words, parse_request
+from fedhassle.errors import UserError, require
 from fedhassle.names import counted
-from fedhassle.settings.request import variations
+from fedhassle.settings.request import is_setting, key_value, variations
 from fedhassle.terminal import say
 
 if TYPE_CHECKING:
     from fedhassle.runs.run import Run
+    from fedhassle.settings.reference import Reference
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -29,7 +34,9 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="KEY=V1,V2",
-            help="One run per value: seed=0,1,2. Repeat it to train every combination (default: one run).",
+            help="One run per value: seed=0,1,2. Repeat it with another key to train every combination "
+            "(default: one run).",
+            autocompletion=complete_choice,
         ),
     ] = None,
     data_dir: DataDir = None,
@@ -58,8 +65,12 @@ def run(
 
 
 def resume(
-    folders: Annotated[
-        list[Path], typer.Argument(help="Folders of interrupted runs, or folders that contain such folders.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FOLDER... [rounds=N]",
+            help="Folders of runs, or folders that contain such folders; then a larger number of rounds.",
+        ),
     ],
     device: Annotated[
         str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: the run's).")
@@ -67,23 +78,47 @@ def resume(
     workers: Annotated[int | None, typer.Option(help="Number of workers (default: the run's).")] = None,
     ray: Ray = None,
 ) -> None:
-    """Resume runs after a crash, a kill or Ctrl-C."""
+    """Resume runs after a crash, a kill or Ctrl-C, or continue finished runs.
+
+    With rounds=300 a run goes on to 300 rounds, with the result of a run that had 300 from the start. That is
+    refused where the first rounds would have been others, as with a schedule over all rounds. No other
+    setting can change.
+    """
     from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
+    from fedhassle.runs.record import read_summary
     from fedhassle.runs.run import Loader, reopen
 
+    folders, rounds = folders_and_rounds(words)
     there = [path for folder in folders for path in run_folders(folder)]
-    finished = [path for path in there if Folder(path).finished]
+    ended = [path for path in there if Folder(path).finished]
+    finished = [path for path in ended if rounds in (None, read_summary(path)["rounds"])]
     for path in finished:
         remove_stale_lock(path)
         say(console, f"{path} is finished: nothing to resume")
         show_result(path)
     load = Loader()
-    cut = [reopen(path, device, load, workers, ray) for path in there if path not in finished]
+    cut = [reopen(path, device, load, workers, ray, rounds) for path in there if path not in finished]
     if len(cut) == 1:
         follow_run(cut[0])
     elif cut:
         follow_runs(cut)
+
+
+def folders_and_rounds(words: Sequence[str]) -> tuple[list[Path], int | None]:
+    """Returns the folders of a command, and the number of rounds that it asks for, if any."""
+    changes = dict(key_value(word) for word in words if is_setting(word) and not Path(word).exists())
+    for key in changes:
+        require(
+            key == "rounds",
+            f"{key} cannot change when a run is resumed, only rounds can: the rounds before would not fit. "
+            f"Start a new run with it: fedhassle run … {key}={changes[key]}",
+        )
+    rounds = changes.get("rounds")
+    require(rounds is None or type(rounds) is int, f"rounds: expected a whole number, got {rounds!r}")
+    folders = [Path(word) for word in words if Path(word).exists() or not is_setting(word)]
+    require(bool(folders), "name the folder of a run before rounds=N")
+    return folders, rounds
 
 
 def follow_run(launched: Run) -> None:
@@ -206,14 +241,95 @@ def compare(
     say(console, f"picture  {picture}")
 
 
-def methods() -> None:
-    """List the methods, one line each."""
+def methods(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A method to describe, by name or as my_file.py:MyClass.",
+            autocompletion=complete_method,
+        ),
+    ] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print all its settings as a file for `run`.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File to write: a .toml with --toml; or a .md, in which the text between <!-- NAME --> and "
+            "<!-- /NAME --> is replaced, for each method (default: none).",
+        ),
+    ] = None,
+) -> None:
+    """List the methods, one line each, or describe one of them.
+
+    The description says what each kind of client does, and lists every setting with its default, its values,
+    its meaning and its source.
+    """
     from fedhassle.methods import METHODS
+    from fedhassle.settings.reference import as_toml, first_line, reference
 
-    for name, method in METHODS.items():
-        say(console, f"{name:16} {first_line(method.__doc__)}")
+    require(not toml or name is not None, "--toml needs the name of a method: fedhassle methods NAME --toml")
+    if name is None and out is not None:
+        update_reference(out)
+    elif name is None:
+        for known, method in METHODS.items():
+            say(console, f"{known:16} {first_line(method.__doc__)}")
+    elif toml and out is not None:
+        write_new(out, as_toml(reference(name)))
+        say(console, f"settings {out}")
+    elif toml:
+        typer.echo(as_toml(reference(name)), nl=False)
+    else:
+        require(out is None, "--out is for --toml, or for a .md file without the name of a method")
+        show_reference(reference(name))
 
 
-def first_line(text: str | None) -> str:
-    """Returns the first line of a docstring."""
-    return (text or "").strip().partition("\n")[0]
+def update_reference(path: Path) -> None:
+    """Updates the descriptions of methods that a Markdown file holds."""
+    from fedhassle.blocks import replaced
+    from fedhassle.files import write_text
+    from fedhassle.settings.reference import EVERY, blocks
+
+    require(path.suffix == ".md", f"the descriptions of all methods go to a .md file, got {path.name!r}")
+    text = replaced(path.read_bytes().decode("utf-8"), blocks())
+    if text is None:
+        raise UserError(
+            f"{path} has no block to replace: mark one with <!-- {EVERY} --> and <!-- /{EVERY} -->"
+        )
+    write_text(path, text)
+    say(console, f"methods  {path}")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that does not exist yet."""
+    from fedhassle.files import write_text
+
+    require(path.suffix == ".toml", f"a file for `run` ends in .toml, got {path.name!r}")
+    require(not path.exists(), f"{path} exists: choose another --out")
+    write_text(path, text)
+
+
+def show_reference(found: Reference) -> None:
+    """Prints what a method does on each kind of client, and its settings."""
+    from fedhassle.settings.reference import default_of
+
+    say(console, f"{found.name}: {found.summary}")
+    say(console, f"source: {found.source}")
+    if found.note:
+        say(console, f"settings: {found.note}")
+    say(console, "")
+    clients = Table("clients", "with the default settings", box=None, pad_edge=False)
+    for kind, text in found.clients.items():
+        clients.add_row(kind, escape(text))
+    console.print(clients)
+    for own, title in ((True, "its own settings"), (False, "settings of every method")):
+        some = [setting for setting in found.settings if setting.own is own]
+        if not some:
+            continue
+        table = Table(title, "default", "values", "meaning", box=None, pad_edge=False)
+        for setting in some:
+            texts = (default_of(setting), setting.values, setting.meaning)
+            table.add_row(f"method.{setting.name}", *map(escape, texts))
+        say(console, "")
+        console.print(table)

@@ -60,7 +60,7 @@ def require_buildable(agreement: Agreement) -> None:
 
 
 def own_code_in(agreement: Agreement) -> dict[str, str]:
-    """The import path and code hash of the user's own method and network, if the agreement names any."""
+    """The name and code hash of the user's own method and network, if the agreement names any."""
     return own_code_of(run_settings(agreement))
 
 

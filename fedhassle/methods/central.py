@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from fedhassle.errors import require
 from fedhassle.method import Client, Method, Part, Phase, mean_steps
 from fedhassle.methods.fedavg import FedAvg
+from fedhassle.ranges import FromOne
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,10 @@ class Central(FedAvg):
     Unlabelled data and clients are idle.
     """
 
-    steps: int | None = None  # a round; None: as many as its clients would make, on average; ours
+    # Steps a round; default: as many as its clients would make, on average; ours.
+    steps: FromOne | None = None
 
     pooled: ClassVar[tuple[Part, ...]] = ("labelled",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.steps is None or self.steps >= 1, f"steps must be at least 1, got {self.steps}")
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With the steps that the clients would make, unless others are asked for."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import cross_entropy_each, kl_divergence_each, one_hot
 from fedhassle.method import (
     Batch,
@@ -23,10 +22,10 @@ from fedhassle.method import (
     Phase,
     Stream,
     Update,
-    require_confidence,
 )
 from fedhassle.nets import Net
 from fedhassle.randomness import generator
+from fedhassle.ranges import Decay, FromOne, NotNegative, Positive, Range, Ratio, Share
 from fedhassle.vectors import Arrays, squared_distance
 
 HELPER, PSI, OUTPUT = "helper ", "psi of ", "output of "  # names: helpers of a message; what the server keeps
@@ -41,31 +40,22 @@ class FedMatch(Method):
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
-    lr: float = 0.05  # ours: with λ_s = 10, σ goes half as far in a step as at 0.1 with momentum 0.9
-    momentum: float = 0.0  # theirs too
-    confidence: float = 0.75  # below it a sample teaches nothing
-    helpers: int = 2  # H clients that answer most alike
-    helper_rounds: int = 10  # helpers are sent every so many rounds
-    supervised_weight: float = 10.0  # λ_s
-    consistency_weight: float = 1.0  # λ_ICCS; ours: theirs, 0.01, leaves ψ next to nothing to learn
-    sparsity_weight: float = 0.0001  # λ_L1
-    proximity_weight: float = 0.01  # λ_L2; ours: with theirs, 10, ψ becomes σ in one step at this rate
-    first_psi: float = 0.2  # ψ^(0) as a share of σ^(0)
-    ratio: int = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
-    unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
-    weights: Literal["labels", "clients"] = "labels"  # of means; ours, as clients differ in size
-    least_change: float = 5e-5  # changes up to this size are not sent, in either direction
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_confidence(self.confidence)
-        weights = ("supervised_weight", "consistency_weight", "sparsity_weight", "proximity_weight")
-        for name in (*weights, "helpers", "least_change"):
-            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
-        require(self.helpers <= 1000, f"helpers must be at most 1,000, got {self.helpers}")
-        require(0 <= self.first_psi <= 1, f"first_psi must be in [0, 1], got {self.first_psi}")
-        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
-        require(self.helper_rounds >= 1, f"helper_rounds must be at least 1, got {self.helper_rounds}")
+    # Learning rate; ours: with λ_s = 10, σ goes half as far in a step as at 0.1 with momentum 0.9.
+    lr: Positive = 0.05
+    momentum: Decay = 0.0  # momentum of SGD
+    confidence: Share = 0.75  # below it a sample teaches nothing
+    helpers: Annotated[int, Range(0, 1000)] = 2  # H, the clients that answer most alike
+    helper_rounds: FromOne = 10  # helpers are sent every so many rounds
+    supervised_weight: NotNegative = 10.0  # λ_s, of the cross-entropy on labels
+    consistency_weight: NotNegative = 1.0  # λ_ICCS; ours: theirs, 0.01, leaves ψ next to nothing to learn
+    sparsity_weight: NotNegative = 0.0001  # λ_L1, of |ψ|
+    proximity_weight: NotNegative = 0.01  # λ_L2; ours: with theirs, 10, ψ becomes σ in one step
+    first_psi: Share = 0.2  # ψ^(0) as a share of σ^(0)
+    ratio: Ratio = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
+    unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
+    weights: Literal["labels", "clients"] = "labels"  # of a client in means; ours, as clients differ in size
+    least_change: NotNegative = 5e-5  # changes of an entry up to this size are not sent, in either direction
 
     def networks(self) -> dict[str, Net]:
         """σ is a network; ψ and the helpers' are vectors that are added to its kernels."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.method import Batch, Models
 from fedhassle.methods.fedavg import FedAvg
+from fedhassle.ranges import NotNegative
 from fedhassle.vectors import squared_distance
 
 
@@ -17,11 +16,7 @@ from fedhassle.vectors import squared_distance
 class FedProx(FedAvg):
     """FedAvg with a proximal term; unlabelled data and clients are idle."""
 
-    mu: float = 0.001  # μ, weight of the proximal term; ours: the paper gives none
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.mu < math.inf, f"mu must be at least 0, got {self.mu}")
+    mu: NotNegative = 0.001  # μ, weight of the proximal term; ours: the paper gives none
 
     def loss(self, local: Models, received: Models, batch: Batch) -> Tensor:
         """ℓ(f(x; w), y) + μ/2·‖w − w^(t)‖²."""

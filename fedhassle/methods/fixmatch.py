@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import hard_labels
 from fedhassle.method import (
     Batch,
@@ -18,9 +17,9 @@ from fedhassle.method import (
     Models,
     Phase,
     Stream,
-    require_confidence,
 )
 from fedhassle.methods.fedavg import FedAvg
+from fedhassle.ranges import NotNegative, Ratio, Share
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,9 @@ class FixMatch(FedAvg):
 
     # Unlabelled samples for each labelled one in a step; ours: with its paper's 7 a partial client would make
     # a third of the steps.
-    ratio: int = 2
-    weight: float = 1.0  # λ_u, of the unlabelled part; its paper
-    confidence: float = 0.95  # τ, below which a sample gets no label; its paper
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
-        require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
-        require_confidence(self.confidence)
+    ratio: Ratio = 2
+    weight: NotNegative = 1.0  # λ_u, weight of the unlabelled term; its paper
+    confidence: Share = 0.95  # τ, below which a sample gets no pseudo-label; its paper
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """A partial client's epoch is a pass over its unlabelled data; labelled batches come round again."""

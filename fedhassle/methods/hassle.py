@@ -5,11 +5,10 @@ Where the paper is silent or its script differs, a field is the ruling; docs/pap
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -25,9 +24,9 @@ from fedhassle.method import (
     Phase,
     Stream,
     as_models,
-    require_confidence,
 )
 from fedhassle.nets import Net
+from fedhassle.ranges import FromZero, NotNegative, Positive, Range, Share
 from fedhassle.vectors import Arrays, distance, squared_distance
 
 
@@ -65,19 +64,22 @@ class Hassle(Method):
 
     gra: bool = True  # global residual alignment: the residual models
     mpa: bool = True  # model proximity alignment: the term of Eq. 12
-    gamma: float = 0.001  # γ in Eq. 12 (ruling 1)
+    gamma: NotNegative = 0.001  # γ in Eq. 12, weight of the proximity (ruling 1)
     proximity: Literal["squared", "norm"] = "squared"  # ‖·‖² or the paper's ‖·‖ in Eq. 12 (ruling 1)
-    residual_target: Literal["difference", "with_residual"] = "difference"  # Eq. 7 (ruling 3)
-    tau: float = 2.0  # τ in Eq. 7 (ruling 5)
-    lam: float = 1.0  # λ in Eq. 9
-    residual_steps: int = 100  # batches a round that train a residual (ruling 8)
-    residual_decay: float = 0.0001  # weight decay of the residuals (ruling 8)
-    residual_width: float = 0.25  # channels of a residual, as a share of the dual's (ruling 13)
+    # Target of Eq. 7: as in the paper, or as in its script (ruling 3).
+    residual_target: Literal["difference", "with_residual"] = "difference"
+    tau: Positive = 2.0  # τ, temperature in Eq. 7 (ruling 5)
+    lam: NotNegative = 1.0  # λ in Eq. 9
+    residual_steps: Annotated[int, Range(1, 100_000)] = 100  # batches a round for a residual (ruling 8)
+    residual_decay: NotNegative = 0.0001  # weight decay of the residuals (ruling 8)
+    # Channels of a residual, as a share of the dual's (ruling 13).
+    residual_width: Annotated[float, Range(0.0, 1.0, above=True)] = 0.25
     pseudo_labels: Literal["round", "online"] = "round"  # once a round, or each augmented batch (ruling 10)
-    confidence: float = 0.0  # below it a sample gets no pseudo-label (ruling 12)
+    confidence: Share = 0.0  # below it a sample gets no pseudo-label (ruling 12)
     shared_start: bool = False  # w_S with w_U, and r_US with r_SU, start from one initialisation (ruling 14)
-    residual_rounds: int = 0  # first rounds that train the residuals alone (ruling 14)
-    warmup: int = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
+    # First rounds that train the residuals alone (ruling 14); needs gra=true and warmup=0.
+    residual_rounds: FromZero = 0
+    warmup: FromZero = 0  # first rounds in which only w_S trains and w_U is its copy (ruling 14)
 
     teachers: ClassVar[tuple[str, ...]] = ("w_S_before", "r_US")
     headline: ClassVar[str] = "EM"
@@ -89,17 +91,6 @@ class Hassle(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gamma", "lam", "residual_decay"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} must be at least 0, got {value}")
-        require(0 < self.tau < math.inf, f"tau must be positive, got {self.tau}")
-        require(0 < self.residual_width <= 1, f"residual_width must be in (0, 1], got {self.residual_width}")
-        steps = self.residual_steps
-        require(1 <= steps <= 100_000, f"residual_steps must be from 1 to 100,000, got {steps}")
-        require_confidence(self.confidence)
-        for name in ("residual_rounds", "warmup"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must be at least 0, got {value}")
         idle = self.residual_rounds and (self.warmup or not self.gra)
         require(not idle, "residual_rounds trains residuals alone: it needs gra=true and warmup=0")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,6 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import class_mix, hard_labels
 from fedhassle.method import (
     Batch,
@@ -22,9 +20,9 @@ from fedhassle.method import (
     Phase,
     Stream,
     as_models,
-    require_confidence,
 )
 from fedhassle.nets import Net
+from fedhassle.ranges import BatchSize, Decay, Epochs, FromZero, NotNegative, Ratio, Share
 from fedhassle.vectors import Arrays, running_mean, squared_distance
 
 MEANS = {"w_S": "m_S", "w_U": "m_U"}  # each model and its running mean over rounds
@@ -42,15 +40,16 @@ class HasslePlus(Method):
     """
 
     # Chosen on held-out images; docs/hassle-plus.md has the figures.
-    batch: int = 64
-    epochs: int = 20  # passes over the labels a round that train w_S
-    unlabelled_epochs: int = 5  # passes that train w_U: over the unlabelled data, on full clients over labels
-    ratio: int = 2  # unlabelled samples for each labelled one in a step
-    gamma: float = 0.003  # weight of the proximity of the two models, as in Eq. 12 of HASSLE
-    confidence: float = 0.95  # below it a sample gets no pseudo-label
-    own_mix: bool = True  # pseudo-labels know the class mix of their client
-    start: int | None = None  # rounds on labels alone before w_U starts; None: 0.3 of the run's
-    average: float = 0.9  # decay of the means; 0: no means
+
+    batch: BatchSize = 64  # labelled samples in a batch
+    epochs: Epochs = 20  # passes over the labels a round that train w_S
+    unlabelled_epochs: Epochs = 5  # passes that train w_U, over unlabelled data; on full clients over labels
+    ratio: Ratio = 2  # unlabelled samples for each labelled one in a step
+    gamma: NotNegative = 0.003  # weight of the proximity of the two models, as in Eq. 12 of HASSLE
+    confidence: Share = 0.95  # below it a sample gets no pseudo-label
+    own_mix: bool = True  # pseudo-labels know the class mix of their client (Saerens et al. 2002)
+    start: FromZero | None = None  # rounds on labels alone before w_U starts; default: 0.3 of the run's
+    average: Decay = 0.9  # decay of the means; 0: no means
     prior: Literal["batch", "none"] | None = "batch"
     labelled_view: Literal["weak", "strong"] | None = "strong"
 
@@ -62,15 +61,6 @@ class HasslePlus(Method):
         "UM": "unsupervised, mean over rounds",
         "EM": "mean of SM and UM",
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        passes = self.unlabelled_epochs
-        require(1 <= passes <= 1000, f"unlabelled_epochs must be from 1 to 1,000, got {passes}")
-        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
-        require(0 <= self.gamma < math.inf, f"gamma must be at least 0, got {self.gamma}")
-        require_confidence(self.confidence)
-        require(self.start is None or self.start >= 0, f"start must be at least 0, got {self.start}")
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With the run's own start, unless another is asked for."""

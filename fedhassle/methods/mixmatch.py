@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import one_hot, sharpen, soft_cross_entropy
 from fedhassle.method import Batch, Client, Descent, Labelled, Models, Phase, Stream, Update
 from fedhassle.methods.fedavg import FedAvg
+from fedhassle.ranges import FromOne, NotNegative, Positive, Ratio
 from fedhassle.vectors import Arrays
 
 
@@ -21,20 +21,12 @@ from fedhassle.vectors import Arrays
 class MixMatch(FedAvg):
     """FedAvg + MixMatch: full clients train on labels, partial ones on all; unlabelled ones are idle."""
 
-    ratio: int = 1  # unlabelled samples for each labelled one in a step; its paper
-    weight: float = 1.0  # λ_u in the last round, to which it grows; its authors' 75: docs/methods.md
-    temperature: float = 0.5  # T, which sharpens guessed labels; its paper
-    alpha: float = 0.75  # of Beta(α, α), which mixes samples; its paper
-    rounds: int | None = None  # over which λ_u grows; None: those of the run; ours
-    weights: Literal["labels", "samples"] = "labels"  # of means: labels, or all that it holds; ours
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.ratio <= 16, f"ratio must be from 1 to 16, got {self.ratio}")
-        require(self.weight >= 0, f"weight must be at least 0, got {self.weight}")
-        require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
-        require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
-        require(self.rounds is None or self.rounds >= 1, f"rounds must be at least 1, got {self.rounds}")
+    ratio: Ratio = 1  # unlabelled samples for each labelled one in a step; its paper
+    weight: NotNegative = 1.0  # λ_u at the end of its growth; ours: with its authors' 75 it breaks down
+    temperature: Positive = 0.5  # T, which sharpens guessed labels; its paper
+    alpha: Positive = 0.75  # of Beta(α, α), which mixes samples; its paper
+    rounds: FromOne | None = None  # rounds over which λ_u grows; default: those of the run; ours
+    weights: Literal["labels", "samples"] = "labels"  # of a client in means: labels, or all it holds; ours
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With λ_u that grows to the run's last round, unless it is to stop earlier."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import sharpen
 from fedhassle.method import Batch, Client, Descent, Labelled, Models, Phase, Stream, Update
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.nets import Net
+from fedhassle.ranges import Decay, NotNegative, Positive, Range
 from fedhassle.vectors import Arrays, mean
 
 
@@ -27,32 +27,21 @@ class RSCFed(FedAvg):
     """
 
     # Values are its authors' (paper and code), but where it says that they are ours: docs/methods.md.
-    lr: float = 0.03  # of clients with labels
-    unlabelled_lr: float = 0.021
-    unlabelled_clip: float = 5.0  # largest norm of an unlabelled client's gradient
-    partial: Literal["labelled_only", "mixed"] = "mixed"  # what partial clients train on; ours
-    consistency_weight: float = 0.02  # λ of the teacher's term
-    temperature: float = 0.5  # T, which sharpens the teacher's probabilities
-    ema: float = 0.999  # of the teacher, reached with its steps
-    subsets: int = 3  # K random subsets of a round's clients …
-    subset_size: int = 5  # … of M each
-    weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if any, or all that it holds; ours
-    boost: float = 6.0  # factor on the weight of a client with labels, after distances …
-    boost_mean: bool = False  # … and on its f_i too: in their code, but off by the command that they publish
-    beta_labelled: float = 100.0  # β of a subset that has a client with labels …
-    beta_unlabelled: float = 10_000.0  # … and of one that has none
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.ema < 1, f"ema must be in [0, 1), got {self.ema}")
-        require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
-        require(self.boost > 0, f"boost must be positive, got {self.boost}")
-        for name in ("subsets", "subset_size"):
-            value = getattr(self, name)
-            require(1 <= value <= 10_000, f"{name} must be from 1 to 10,000, got {value}")
-        for name in ("unlabelled_clip", "consistency_weight", "beta_labelled", "beta_unlabelled"):
-            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
-        require(self.unlabelled_lr > 0, f"unlabelled_lr must be positive, got {self.unlabelled_lr}")
+    lr: Positive = 0.03  # learning rate of clients with labels
+    unlabelled_lr: Positive = 0.021  # learning rate of unlabelled clients
+    unlabelled_clip: NotNegative = 5.0  # largest norm of an unlabelled client's gradient; 0: off
+    partial: Literal["labelled_only", "mixed"] = "mixed"  # what partial clients train on; ours
+    consistency_weight: NotNegative = 0.02  # λ of the teacher's term
+    temperature: Positive = 0.5  # T, which sharpens the teacher's probabilities
+    ema: Decay = 0.999  # decay of the teacher, reached with its steps
+    subsets: Annotated[int, Range(1, 10_000)] = 3  # K, random subsets of a round's clients
+    subset_size: Annotated[int, Range(1, 10_000)] = 5  # M, clients in each subset
+    weights: Literal["labels", "samples"] = "labels"  # f_i: its labels, if any, or all that it holds; ours
+    boost: Positive = 6.0  # factor on the weight of a client with labels, after distances
+    boost_mean: bool = False  # the factor on f_i too: in their code, but off by the command that they publish
+    beta_labelled: NotNegative = 100.0  # β of a subset that has a client with labels
+    beta_unlabelled: NotNegative = 10_000.0  # β of a subset that has none
 
     def networks(self) -> dict[str, Net]:
         """The model w and a client's teacher."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedhassle.errors import require
 from fedhassle.losses import one_hot, soft_cross_entropy
 from fedhassle.method import Labelled, Model
 from fedhassle.methods.fixmatch_global import FixMatchGlobal
+from fedhassle.ranges import Positive
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,7 @@ class Sage(FixMatchGlobal):
     λ = 1 where both models are equally confident.
     """
 
-    halving: float = 0.05  # the difference of confidences that halves λ; its paper's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.halving > 0, f"halving must be positive, got {self.halving}")
+    halving: Positive = 0.05  # the difference of confidences that halves λ; its paper's
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
         """Cross-entropy with the mixed label, over the samples of which either model is sure."""

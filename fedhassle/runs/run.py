@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import tomli_w
 import torch
 
+from fedhassle.averaging import Averaged
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
@@ -195,8 +196,9 @@ def reopen(
     load: Load = build_dataset,
     workers: int | None = None,
     ray: str | None = None,
+    rounds: int | None = None,
 ) -> Run:
-    """A run that was cut, ready to resume; the options move it to another device, or to other workers."""
+    """A run that was cut, ready to resume; on another device, on other workers, or with more rounds."""
     folder = Folder(path)
     if folder.audit.exists():
         raise UserError(f"{path} is a federation's run: resume it with {resume_command(folder)}")
@@ -207,9 +209,37 @@ def reopen(
         request = on_device(request, device)
     if workers is not None or ray is not None:
         request = on_workers(request, workers, ray)
-    run = prepare(folder, request, load)
+    run = prepare(folder, request if rounds is None else Request((*request.layers, {"rounds": rounds})), load)
     require_same_code(run)
+    if rounds is not None:
+        before = resolve(request).rounds
+        require(rounds >= before, f"{path} is a run of {before} rounds: it cannot be cut to {rounds}")
+        require_extendable(run, before)
     return run
+
+
+def require_extendable(run: Run, before: int) -> None:
+    """Refuses a run of more rounds than before if its method depends on their number: a schedule, a start."""
+    shorter = method_for_run(run.settings.model_copy(update={"rounds": before}), run.dataset, run.split)
+    changed = [
+        f"method.{name} is {value!r} in a run of {before} rounds and {other!r} in one of {run.rounds}"
+        for name, value, other in differences(shorter, run.method)
+    ]
+    require(
+        not changed,
+        f"{run.folder.path} cannot go on from {before} to {run.rounds} rounds, since its first rounds would "
+        f"have been others: {'; '.join(changed)}. Start a new run with rounds={run.rounds}; one that has "
+        "this setting given can go on later",
+    )
+
+
+def differences(one: Method, other: Method) -> list[tuple[str, Any, Any]]:
+    """The settings in which two methods of a class differ: name, and both values."""
+    if isinstance(one, Averaged) and isinstance(other, Averaged):
+        return differences(one.inner, other.inner)
+    names = [field.name for field in fields(one) if field.name != "net"]
+    both = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    return [(name, a, b) for name, a, b in both if a != b]
 
 
 def on_device(request: Request, device: str) -> Request:
@@ -241,7 +271,7 @@ def require_same_code(run: Run) -> None:
     noted, own = run.folder.own_code, own_code_of(run.settings)
     if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
         return
-    files = " or ".join(name.partition(":")[0] for name in own)
+    files = " or ".join(name.rpartition(":")[0] for name in own)
     raise UserError(
         f"{files} has changed since {run.folder.path} began: its rounds would mix two methods. Start a new "
         f"run in another folder, or put the code back; or remove {noted} to resume all the same"
@@ -250,6 +280,7 @@ def require_same_code(run: Run) -> None:
 
 def write_settings(run: Run) -> None:
     """Writes the split, the resolved settings in place of the request, and the hashes of own code."""
+    run.folder.summary.unlink(missing_ok=True)  # of a finished run that goes on; first: a kill leaves no mix
     run.split.save(run.folder.split)
     write_text(run.folder.config, tomli_w.dumps(run.settings.as_toml()))
     if own := own_code_of(run.settings):
@@ -258,7 +289,7 @@ def write_settings(run: Run) -> None:
 
 
 def own_code_text(own: Mapping[str, str]) -> str:
-    """One line for each import path and the hash of its code."""
+    """One line for each `module:Name` or `file.py:Name` and the hash of its code."""
     return "".join(f"{name} {code}\n" for name, code in own.items())
 
 

@@ -51,7 +51,7 @@ from fedhassle.runs.record import (
     metrics_line,
     without_classes,
 )
-from fedhassle.runs.run import Run, write_settings
+from fedhassle.runs.run import Run, require_extendable, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
 from fedhassle.settings.build import binding_settings, build_engine, own_code_of
@@ -90,7 +90,7 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
         engine.active(),
         on_cores(1),  # clients run side by side instead: `side_by_side` says why
     ):
-        start = resumed(run)
+        start = resumed(run, may_grow=True)
         memory.require(start.kept or {})
         write_settings(run)
         with simulated(run, engine, memory) as federation:
@@ -176,12 +176,25 @@ def train_rounds(
     federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
 
 
-def resumed(run: Run) -> Checkpoint:
-    """The checkpoint from which a run goes on; refuses one that was made under other settings."""
+def resumed(run: Run, may_grow: bool = False) -> Checkpoint:
+    """The checkpoint from which a run goes on; refuses one that was made under other settings.
+
+    If it `may_grow`, it can have more rounds than before, as far as that does not change the rounds before.
+    """
     start = restore(run.folder, run.method, run.plan.seed, run.device)
     now = binding_settings(run.settings, run.dataset, run.split)
-    require_same_settings(run.folder, start, now)
+    made = now if start.settings is None else start.settings
+    before = made.get("rounds")
+    if may_grow and isinstance(before, int) and 0 < before < run.rounds:
+        require_extendable(run, before)
+        log.warning("%s goes on to %d rounds, %d before", run.folder.path, run.rounds, before)
+        made = made | {"rounds": run.rounds}
+    require_same_settings(run.folder, start.t, made, now)
     require_headline(run, start)
+    beyond = start.t % run.settings.evaluate_every
+    if beyond and start.t < run.rounds:  # the end of a shorter run, where the longer one is not evaluated
+        discard_after(run.folder.checkpoints, start.t - beyond)
+        start = restore(run.folder, run.method, run.plan.seed, run.device)
     start = start._replace(settings=now)
     if not round_files(run.folder.checkpoints):  # so that the settings are known from the beginning
         save_checkpoint(run.folder.checkpoints, start)
@@ -197,15 +210,14 @@ def require_headline(run: Run, start: Checkpoint) -> None:
         )
 
 
-def require_same_settings(folder: Folder, start: Checkpoint, now: dict[str, Any]) -> None:
-    """Refuses to go on with other settings than those of the rounds before; its rounds would mix both."""
-    made = now if start.settings is None else start.settings
+def require_same_settings(folder: Folder, t: int, made: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to go on after round t with other settings than before; its rounds would mix both."""
     changed = [key for key in (now | made) if now.get(key) != made.get(key)]
     if changed:
         pairs = [
             f"{escaped(key)[:50]}={brief(now.get(key))} instead of {brief(made.get(key))}" for key in changed
         ]
-        since = f"the checkpoint of round {start.t}" if start.t else "the run began"
+        since = f"the checkpoint of round {t}" if t else "the run began"
         raise UserError(
             f"{folder.config} or the images have changed since {since}: {some_of(pairs, 3)}. "
             f"Put them back, or remove {folder.checkpoints} to train all rounds again"

@@ -88,7 +88,7 @@ def binding(settings: Settings, images: str, split: str | None) -> dict[str, Any
 
 
 def own_code_of(settings: Settings) -> dict[str, str]:
-    """Hashes of the source of a user's own method and network, by import path."""
+    """Hashes of the source of a user's own method and network, by name."""
     net = settings.net or ""
     if ":" in net:  # raises if it cannot be imported; the method was imported already
         find(net, NETS, "network")

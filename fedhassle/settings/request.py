@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
     @property
     def method(self) -> str:
-        """The method, by name or import path."""
+        """The method, by name, or a user's own class."""
         return self.get("method", "name", DEFAULT_METHOD)
 
     def tables(self, name: str) -> list[Tables]:
@@ -138,6 +138,11 @@ def shipped(folder: str) -> dict[str, Traversable]:
     return dict(sorted(found.items()))
 
 
+def is_setting(word: str) -> bool:
+    """True for KEY=VALUE; False for a preset, an experiment or a TOML file, even with a = in its name."""
+    return "=" in word and not word.endswith(".toml")
+
+
 def key_value(change: str) -> tuple[str, Any]:
     """Parses KEY=VALUE; the value is TOML, a bare word is a string."""
     key, equals, text = change.partition("=")
@@ -154,14 +159,18 @@ def key_value(change: str) -> tuple[str, Any]:
 
 
 def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Every combination of choices `KEY=V1,V2`: its name, and its KEY=VALUE words."""
-    choices = []
+    """Every combination of choices `KEY=V1,V2`: its name, and its KEY=VALUE words.
+
+    A key that is given twice has the values of both.
+    """
+    choices: dict[str, list[str]] = {}
     for words in vary:
         key, equals, values = words.partition("=")
         if not equals or not key or not all(value.strip() for value in split_at_commas(values)):
             raise UserError(f"{words!r} is not a choice: write KEY=V1,V2, such as seed=0,1,2")
-        choices.append((key.strip(), [value.strip() for value in split_at_commas(values)]))
-    return [(name, [f"{key}={value}" for key, value in chosen]) for name, chosen in combinations(choices)]
+        choices.setdefault(key.strip(), []).extend(value.strip() for value in split_at_commas(values))
+    found = combinations(choices.items())
+    return [(name, [f"{key}={value}" for key, value in chosen]) for name, chosen in found]
 
 
 def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, list[tuple[str, T]]]]:

@@ -14,13 +14,15 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
+from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.engine.cluster import require_address
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES
 from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import brief, escaped, find, nearest, some_lines, some_of
+from fedhassle.names import brief, escaped, find, likeliest, some_lines, some_of
+from fedhassle.nets import NETS
 from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, overlaid
 
 COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
@@ -32,12 +34,36 @@ REQUIRED = ("networks", "initial", "phases", "predict")  # `Method` leaves these
 
 Tool = Literal["tensorboard", "mlflow"]  # experiment trackers
 
+ALSO_CALLED = {  # what other libraries call a setting, and the hint that it gets
+    "learning_rate": ", did you mean 'method.lr'?",
+    "model": ", did you mean 'net'?",
+    "optimizer": ": every method trains with SGD; its settings are method.lr, method.momentum, "
+    "method.schedule and method.clip",
+}
+
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def split_words(value: Any) -> Any:
     """`a,b` as a list of words; any other value unchanged."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def without_none(value: Any) -> Any:
+    """A table without the entries that are None, which TOML cannot hold; any other value unchanged."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def trackers(value: Any) -> Any:
+    """The words of `track`, which must be known tools."""
+    words, known = split_words(value), typing.get_args(Tool)
+    for word in words if isinstance(words, list) else ():
+        require(
+            word in known,
+            f"there is no tracker {brief(word)}: there are {', '.join(known)}, or both; other tools can read "
+            "metrics.jsonl in the folder of the run",
+        )
+    return words
 
 
 class DataSettings(BaseModel):
@@ -63,7 +89,8 @@ class SplitSettings(BaseModel):
     annotation: Literal["independent", "own"] = "independent"
     alpha: float = 0.1
     clients: int = 20
-    labels: Any = "10%"  # a name, {full, partial, unlabelled, share}, or a list of shares
+    # A name, {full, partial, unlabelled, share}, or a list of shares.
+    labels: Annotated[Any, BeforeValidator(without_none)] = "10%"
     size: int | None = None  # samples per client
     ratio: float | None = None  # |D_U| / |D_L|
     seed: int | None = Field(default=None, ge=0)  # default: the run's seed; 0 with kind=authors
@@ -87,7 +114,7 @@ class Settings(BaseModel):
 
     model_config = STRICT
     data: DataSettings = DataSettings()
-    net: str | None = None  # a name, or the import path of an nn.Module class; default: the data set's
+    net: str | None = None  # a name, or a user's own nn.Module class; default: the data set's
     seed: int = Field(default=0, ge=0, lt=2**32)
     rounds: int = Field(default=200, ge=1, lt=1_000_000)  # T
     clients_per_round: int = Field(default=8, ge=1)  # C
@@ -100,7 +127,7 @@ class Settings(BaseModel):
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
     compile: bool | None = None  # compile kernels for a GPU, which takes a minute; default: when it pays
     deterministic: bool = False  # bitwise equal runs on one GPU; slower
-    track: Annotated[list[Tool] | None, BeforeValidator(split_words)] = None
+    track: Annotated[list[Tool] | None, BeforeValidator(trackers)] = None
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
 
@@ -125,10 +152,13 @@ def resolve(request: Request) -> Settings:
     given = merged.get("method", {})
     name = given.get("name", DEFAULT_METHOD)
     require(isinstance(name, str), f"method.name: input should be a valid string, got {name!r}")
+    require_one_of_each(merged)
     method = method_class(name)
     unused = left_over(request) - {field.name for field in dataclasses.fields(method)}
     table = {k: v for k, v in given.items() if k not in unused}
     settings = validated(method, name, {**merged, "method": {**table, "name": name}})
+    if settings.net is not None and ":" not in settings.net:
+        find(settings.net, NETS, "network")  # a user's own is imported when it is built
     device = resolved_device(settings.device)
     if settings.ray is not None:
         require_address(settings.ray)
@@ -141,6 +171,15 @@ def resolve(request: Request) -> Settings:
         "method": MethodSettings(**settings.method.model_dump()),
     }
     return Settings.model_construct(**(dict(settings) | chosen))
+
+
+def require_one_of_each(settings: Mapping[str, Any]) -> None:
+    """Refuses several data sets, networks or methods: method=hassle,fedavg."""
+    for key, known in (("data", CATALOGUE), ("net", NETS), ("method", METHODS)):
+        value = settings.get(key)
+        name = value.get("name") if isinstance(value, dict) else value
+        if isinstance(name, str) and "," in name and all(part.strip() in known for part in name.split(",")):
+            raise UserError(f"{key}: expected one name, got {brief(name)}{hint_to_vary(key, name)}")
 
 
 def left_over(request: Request) -> set[str]:
@@ -175,15 +214,50 @@ def validated(method: type[Method], name: str, values: Mapping[str, Any]) -> Set
 
 def explain(model: type[BaseModel], error: Any, method: str) -> str:
     """One mistake in the settings, in a line."""
-    *tables, last = [str(part) for part in error["loc"]]
-    key = ".".join([*tables, last])
-    if error["type"] != "extra_forbidden":
-        return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {brief(error['input'])}"
+    *tables, last = parts = [str(part) for part in error["loc"]]
+    key, given = ".".join(parts), error["input"]
+    if error["type"] == "extra_forbidden":
+        of = f" of {method}" if tables == ["method"] else ""
+        return f"unknown setting {brief(key)}{of}{hint_for(model, tables, last)}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}"
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {brief(given)}{hint_to_vary(key, given)}"
+
+
+def hint_for(model: type[BaseModel], tables: list[str], unknown: str) -> str:
+    """The setting that an unknown one in a table may stand for: of any table, by its full name."""
+    everywhere = list(setting_types(model))
+    same = [full for full in everywhere if full.rpartition(".")[2] == unknown]
+    if same:
+        return f", did you mean {' or '.join(map(repr, same))}?"
+    if unknown in ALSO_CALLED:
+        return ALSO_CALLED[unknown]
     for table in tables:
         model = typing.cast(type[BaseModel], model.model_fields[table].annotation)
     known = list(model.model_fields)
-    hint = nearest(last, known, key.removesuffix(last)) or f" (known are {', '.join(known)})"
-    return f"unknown setting {brief(key)}{f' of {method}' if tables == ['method'] else ''}{hint}"
+    full_names = {full.rpartition(".")[2]: full for full in reversed(everywhere)}
+    full_names |= {name: ".".join([*tables, name]) for name in known}
+    near = likeliest(unknown, full_names)
+    return f" (known are {', '.join(known)})" if near is None else f", did you mean {full_names[near]!r}?"
+
+
+def setting_types(model: type[BaseModel], above: str = "") -> dict[str, Any]:
+    """The type of each setting, by its full name: rounds, method.lr."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= setting_types(field.annotation, f"{above}{name}.")
+        else:
+            found[above + name] = field.annotation
+    return found
+
+
+def hint_to_vary(key: str, given: Any) -> str:
+    """For several values in place of one: the option that makes a run of each."""
+    values = given.split(",") if isinstance(given, str) else given
+    if not isinstance(values, list) or len(values) < 2 or len(str(given)) > 100:
+        return ""
+    return f"; for a run of each: fedhassle run --vary {key}={','.join(str(value) for value in values)}"
 
 
 def first_mistake(error: ValidationError) -> str:
@@ -229,7 +303,7 @@ def pydantic_default(field: dataclasses.Field[Any]) -> Any:
 
 
 def method_class(name: str) -> type[Method]:
-    """A method by name or import path."""
+    """A method by name, or a user's own class."""
     found = find(name, METHODS, "method")
     if not (isinstance(found, type) and issubclass(found, Method) and dataclasses.is_dataclass(found)):
         raise UserError(f"method {name!r} must be a dataclass that inherits fedhassle.Method")

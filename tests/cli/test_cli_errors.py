@@ -39,13 +39,37 @@ from fedhassle.settings.request import request
         ("--device=tpu", "'auto', 'cpu' or 'cuda'"),
         ("method.tau=0", "tau must be positive"),
         ("word", "KEY=VALUE"),
-        ("--nonsense", "--nonsense"),
+        ("--nonsense", "No such option: --nonsense"),
+        ("--seed=1", "there is no option --seed: settings are KEY=VALUE, so write seed=1"),
+        ("--lr=1", "so write method.lr=1"),
+        ("--clients-per-round=1", "so write clients_per_round=1"),
     ],
 )
 def test_a_bad_setting_ends_with_code_2_and_a_message(wrong, message, words, tmp_path):
     code, out, err = call("run", *words, wrong, "--out", tmp_path / "run")
     assert code == 2 and message in err and out == "" and "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (("run", "--rounds", "5"), "rounds=5"),
+        (("run", "--alpha"), "split.alpha=VALUE"),
+        (("split", "paper", "--alpha", "0.5"), "split.alpha=0.5"),
+        (("run", "--mu", "1", "method=fedprox"), "method.mu=1"),
+        (("reproduce", "table1", "--seed", "1"), "seed=1"),
+        (("federation", "init", "--rounds", "5"), "rounds=5"),
+    ],
+)
+def test_a_setting_as_an_option_is_told_how_to_write_it(words, setting):
+    code, out, err = call(*words)
+    assert (code, out) == (2, "") and f"settings are KEY=VALUE, so write {setting}\n" in err
+
+
+def test_an_option_of_a_command_without_settings_is_not_a_setting():
+    code, _, err = call("compare", "--rounds", "5")
+    assert code == 2 and "No such option: --rounds" in err and "KEY=VALUE" not in err
 
 
 def test_a_bad_setting_leaves_nothing_in_the_working_folder(words, tmp_path, monkeypatch):

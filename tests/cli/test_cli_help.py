@@ -63,6 +63,7 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
 def test_help(command, mentioned):
     code, out, err = call(*command, "--help")
     assert (code, err) == (0, "") and all(word in out for word in mentioned)
+    assert call(*command, "-h") == (code, out, err)
     assert "\\" not in out
 
 

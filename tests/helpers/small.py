@@ -279,12 +279,12 @@ PNG = b"\x89PNG\r\n\x1a\n"
 LIMIT = 600  # seconds after which a process or a thread counts as hung, however busy the machine is
 
 
-def call(*words):
+def call(*words, prog=None):
     """Runs a command like the console script; returns its exit code, output and error output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = guarded(lambda: app([str(word) for word in words]))
+            code = guarded(lambda: app([str(word) for word in words], prog_name=prog))
         except SystemExit as exit_:
             code = exit_.code or 0
     return code, out.getvalue(), err.getvalue()

@@ -1,5 +1,8 @@
 """A custom method, named by its import path."""
 
+import contextlib
+import hashlib
+import io
 import subprocess
 import sys
 import textwrap
@@ -13,7 +16,7 @@ from small import LIMIT, built, environment, resolved
 
 import fedhassle
 from fedhassle.errors import UserError
-from fedhassle.settings.request import Request, request
+from fedhassle.settings.request import Request, key_value, request
 from fedhassle.settings.schema import resolve
 
 METHOD = """
@@ -127,10 +130,12 @@ def test_errors_of_phases(right, wrong, message, module, images, tmp_path):
         ("own_wrong:dataclass", "must be a dataclass that inherits fedhassle.Method"),
         ("own_syntax:X", "cannot be imported: SyntaxError"),
         ("own_raises:X", "cannot be imported: ZeroDivisionError"),
-        ("own_wrong.Ridge", "import path such as"),
+        ("own_wrong.Ridge", r"your own is my_file\.py:MyClass"),
         ("own_wrong:", "cannot be imported"),
         (":Ridge", "cannot be imported"),
         ("own_wrong:Ridge:Ridge", "cannot be imported"),
+        ("own_absent.py:Ridge", "cannot be imported: FileNotFoundError: .*own_absent.py"),
+        ("own_syntax.py", r"name the class in it too, as in 'own_syntax\.py:MyClass'"),
     ],
 )
 def test_errors_of_import_paths(name, message, module):
@@ -285,6 +290,36 @@ def test_a_field_that_cannot_be_a_setting_is_a_user_error(field, module, request
     name = module("own_" + request.node.callspec.id.replace(" ", "_"), METHOD.format(field=field))
     with pytest.raises(UserError, match="own_"):
         resolved(f"method={name}:Ridge")
+
+
+def test_a_method_in_a_file_is_found_by_its_path(without_residuals, tmp_path, monkeypatch):
+    """Also if another module has the name of the file, and with types that are text; its code is recorded."""
+    text = "from __future__ import annotations\n" + textwrap.dedent(METHOD.format(field=""))
+    (tmp_path / "small.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    words = [*without_residuals, "rounds=1", "method=./small.py:Ridge", "method.strength=0.5"]
+    result = fedhassle.run("quick", dict(map(key_value, words)), out=tmp_path / "run", quiet=True)
+    code = hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert result.summary["method"] == "./small.py:Ridge"
+    assert result.summary["versions"]["./small.py:Ridge"] == code
+    assert (tmp_path / "run" / "own_code.txt").read_text() == f"./small.py:Ridge {code}\n"
+    assert fedhassle.load(tmp_path / "run", allow_import=True).method.strength == 0.5
+    (tmp_path / "small.py").write_text(text + "# changed\n")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"small\.py has changed since"):
+        fedhassle.run(out=tmp_path / "run", quiet=True)
+
+
+def test_a_file_runs_once_and_again_after_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own_counted.py"
+    path.write_text("1 / 0")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        resolved("method=own_counted.py:Mine")
+    path.write_text("from fedhassle.methods.fedavg import FedAvg as Mine\nprint('runs')")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert {resolved(f"method={name}:Mine").rounds for name in ("own_counted.py", path)} == {200}
+    assert out.getvalue() == "runs\n"
 
 
 @dataclass(frozen=True)

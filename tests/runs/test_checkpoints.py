@@ -249,7 +249,7 @@ def rewritten(path, old, new):
     [
         ("lr = 0.02", "lr = 0.03", "method.lr=0.03 instead of 0.02"),
         ("seed = 0", "seed = 1", "seed=1 instead of 0"),
-        ("rounds = 8", "rounds = 9", "rounds=9 instead of 8"),
+        ("rounds = 8", "rounds = 7", "rounds=7 instead of 8"),
         ("lr = 0.02", "", "method.lr="),
     ],
 )
@@ -294,9 +294,9 @@ def test_settings_count_before_the_first_round_too(rounds, eight_rounds, whole, 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(train, "train_in_federation", interrupted)
             next(steps)
-    before = rewritten(folder / "config.toml", "rounds = 8", "rounds = 9")
+    before = rewritten(folder / "config.toml", "rounds = 8", "rounds = 7")
     code, _, err = call("resume", folder)
-    assert code == 2 and "have changed since the run began: rounds=9 instead of 8" in err
+    assert code == 2 and "have changed since the run began: rounds=7 instead of 8" in err
     (folder / "config.toml").write_text(before, "utf-8")
     code, out, _ = call("resume", folder)
     assert code == 0 and "round 2/8" in out

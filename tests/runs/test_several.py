@@ -48,7 +48,7 @@ def ends(events):
             ],
         ),
         (["a=1,2", "b=3,4"], [(f"{v}-{w}", [f"a={v}", f"b={w}"]) for v in (1, 2) for w in (3, 4)]),
-        (["a=1", "a=2"], [("1-2", ["a=1", "a=2"])]),
+        (["a=1", "a=2"], [("1", ["a=1"]), ("2", ["a=2"])]),
     ],
 )
 def test_choices_are_combined(words, expected):

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 import fedhassle
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.errors import UserError
-from fedhassle.settings.request import absolute_paths, from_json, overlaid, presets, read, request, to_json
+from fedhassle.settings.request import (
+    absolute_paths,
+    from_json,
+    overlaid,
+    presets,
+    read,
+    request,
+    to_json,
+    variations,
+)
 
 
 def merged(requested):
@@ -66,6 +75,15 @@ def test_true_is_not_one():
 def test_a_word_without_key_or_equals_sign_is_an_error_with_an_example(word):
     with pytest.raises(UserError, match="KEY=VALUE, such as rounds=50"):
         asked(word)
+
+
+@pytest.mark.parametrize(
+    "vary", [["seed=0,1", "method=fedavg"], ["seed=0", "method=fedavg", "seed=1"], ["seed=0", " seed = 1"]]
+)
+def test_a_key_that_varies_twice_has_the_values_of_both(vary):
+    found = [words for _, words in variations(vary)]
+    method = ["method=fedavg"] if "method=fedavg" in vary else []
+    assert found == [["seed=0", *method], ["seed=1", *method]]
 
 
 def test_the_short_form_stands_for_the_name():

@@ -194,6 +194,12 @@ def test_resolved_settings_come_back_from_their_file(words):
     assert resolve(from_json(to_json(request("paper", words)))) == settings
 
 
+def test_a_number_of_clients_that_is_none_is_left_out():
+    """From Python; TOML has no None."""
+    settings = resolve(request("paper", {"split.labels": {"full": 6, "share": None}, "split.clients": 6}))
+    assert tomllib.loads(tomli_w.dumps(settings.as_toml()))["split"]["labels"] == {"full": 6}
+
+
 def test_a_split_in_a_file_is_the_only_setting_of_splits():
     """It replaces the split of a preset or file below it, which config.toml then does not mention."""
     below, file = {"split": {"alpha": 0.5, "clients": 7}}, {"split": {"file": "/s.npz"}}

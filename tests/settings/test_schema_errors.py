@@ -35,6 +35,70 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(word, key, nearest):
     assert str(caught.value) == f"unknown setting {key!r}{of}, did you mean {nearest!r}?"
 
 
+@pytest.mark.parametrize(
+    ("word", "full"),
+    [
+        ("lr=0.1", "'method.lr'"),
+        ("epochs=3", "'method.epochs'"),
+        ("epoch=3", "'method.epochs'"),
+        ("batch_size=3", "'method.batch'"),
+        ("learning_rate=0.1", "'method.lr'"),
+        ("method.learning_rate=0.1", "'method.lr'"),
+        ("alpha=0.1", "'split.alpha'"),
+        ("clients=3", "'split.clients'"),
+        ("n_clients=3", "'split.clients'"),
+        ("model=lenet", "'net'"),
+        ("folder=x", "'data.folder'"),
+        ("split.lr=1", "'method.lr'"),
+        ("method.rounds=3", "'rounds'"),
+        ("method.seed=3", "'seed' or 'split.seed'"),
+    ],
+)
+def test_a_key_of_another_table_is_named_in_full(word, full):
+    with pytest.raises(UserError) as caught:
+        resolved(word)
+    assert str(caught.value).endswith(f", did you mean {full}?")
+
+
+def test_an_optimiser_is_no_setting_and_nothing_unlike_it_is_suggested():
+    with pytest.raises(UserError) as caught:
+        resolved("optimizer=adam")
+    assert "trains with SGD" in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "choice"),
+    [
+        ("seed=0,1,2", "seed=0,1,2"),
+        ("seed=[0, 1]", "seed=0,1"),
+        ("method.lr=0.1,0.2", "method.lr=0.1,0.2"),
+        ("split.kind=iid,authors", "split.kind=iid,authors"),
+        ("method=hassle,fedavg", "method=hassle,fedavg"),
+        ("data=fmnist,cifar10", "data=fmnist,cifar10"),
+        ("net=lenet,resnet8", "net=lenet,resnet8"),
+    ],
+)
+def test_several_values_are_told_how_to_vary(word, choice):
+    with pytest.raises(UserError) as caught:
+        resolved(word)
+    assert str(caught.value).endswith(f"; for a run of each: fedhassle run --vary {choice}")
+
+
+def test_one_wrong_value_is_not_told_to_vary():
+    with pytest.raises(UserError, match=r"got 'x'$"):
+        resolved("seed=x")
+
+
+def test_an_unknown_tracker_is_told_those_there_are():
+    with pytest.raises(UserError, match=r"^track: there is no tracker 'wandb': there are tensorboard"):
+        resolved("track=mlflow,wandb")
+
+
+def test_an_unknown_network_is_told_those_there_are_before_images_load():
+    with pytest.raises(UserError, match=r"unknown network 'vgg' \(there are lenet, resnet8; your own is"):
+        resolved("net=vgg", "data=nothere.npz")
+
+
 def test_a_key_that_another_method_has_says_which_one_lacks_it():
     with pytest.raises(UserError, match=r"^unknown setting 'method\.residual_steps' of fedavg \(known are "):
         resolved("method.residual_steps=2", "method=fedavg")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from fedhassle.blocks import block_pattern, escaped, replaced
 from fedhassle.reproduce.paper import paper_results
 from fedhassle.reproduce.report.content import Report, Section
 from fedhassle.reproduce.report.findings import Finding, findings
@@ -25,7 +25,6 @@ from fedhassle.reproduce.tables import changed_settings
 
 OWN = "<!-- made by fedhassle report -->"
 FINDINGS = "findings"  # the name of their block
-SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
 
 
 def markdown(report: Report) -> str:
@@ -57,24 +56,13 @@ def blocks(report: Report) -> dict[str, str]:
 
 def updated(text: str, report: Report) -> str | None:
     """A text with its blocks updated and its line ends kept; None if it has none of the blocks."""
-    found = False
-    for name, content in blocks(report).items():
-        lines = ["", *content.split("\n"), "", ""]
-        text, count = block_pattern(name).subn(lambda m, new=lines: m[1] + m[2].join(new) + m[3], text)  # type: ignore[misc]
-        found |= count > 0
-    return text if found else None
+    return replaced(text, blocks(report))
 
 
 def not_updated(text: str, report: Report) -> list[str]:
     """The names of the blocks in a text that this report cannot update."""
     names = [*(section.experiment.name for section in report.sections), FINDINGS]
     return [name for name in names if name not in blocks(report) and block_pattern(name).search(text)]
-
-
-def block_pattern(name: str) -> re.Pattern[str]:
-    """A pattern for the block of that name; its groups are the first mark, the line end and the last mark."""
-    name = re.escape(name)
-    return re.compile(rf"(<!-- {name} -->(\r?\n)).*?(<!-- /{name} -->)", re.DOTALL)
 
 
 def block(section: Section) -> str:
@@ -141,8 +129,3 @@ def findings_table(every: Sequence[Finding]) -> str:
         words = (one.claim.says, one.section.experiment.source, one.verdict)
         lines.append([*(escaped(word) for word in words), escaped(one.numbers)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def escaped(text: str) -> str:
-    """A text as one line, escaped for Markdown."""
-    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
