@@ -23,7 +23,7 @@ def test_the_source_archive_has_all_that_make_needs():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {path.split("/")[0] for path in listed.stdout.splitlines()}
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    assert set(included) == tracked - NOT_RELEASED - ALWAYS
+    assert set(included) == {f"/{name}" for name in tracked - NOT_RELEASED - ALWAYS}
 
 
 def test_every_place_has_the_same_version():
