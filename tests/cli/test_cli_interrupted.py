@@ -1,6 +1,7 @@
 """Runs that diverge or are stopped with Ctrl-C: the message, and the files to resume from."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -198,7 +199,15 @@ def test_the_second_interrupt_shows_the_cursor_again(ends, monkeypatch):
         with pytest.raises(Ended, match="130"):
             main.on_second_interrupt()
         shown = main.SHOW_CURSOR + main.ENDED.replace("\n", "\r\n")
-        assert screen.read(len(shown)).decode() == shown
+        assert read(screen, len(shown)).decode() == shown
+
+
+def read(screen, size):
+    """So many bytes of a terminal, which may hand them over piece by piece."""
+    found = b""
+    while len(found) < size and select.select([screen], [], [], LIMIT)[0]:
+        found += screen.read(size - len(found))
+    return found
 
 
 def test_interrupts_without_output_end_all_the_same(ends, monkeypatch):
