@@ -76,7 +76,7 @@ def hassle_residual(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
 def hassle_plus(method: Any, phase: Phase, t: int, build: Build) -> Trainer:
     """A model of hassle+, on labels, pseudo-labels or both, with the other as anchor once both exist."""
     module, other = build(method.net), build(method.net)
-    weight = method.gamma if t > (method.start or 0) else 0.0
+    weight = method.gamma if method.started(t) else 0.0
     return towards(phase, (module.parameters(), calibrated_sum(module, other, weight)))
 
 

@@ -21,6 +21,7 @@ from fedhassle.cli import (
     federation,
     federation_demo,
     federation_setup,
+    methods,
     models,
     reproduce,
     results,
@@ -86,7 +87,7 @@ federation_app = typer.Typer(help="Run a real federation across several machines
 for command in (
     *(train.run, train.resume, train.compare, split.split),
     *(models.predict, models.evaluate, models.export),
-    *(reproduce.reproduce, reproduce.report, train.methods),
+    *(reproduce.reproduce, reproduce.report, methods.methods),
 ):
     app.command(cls=PlainCommand)(command)
 app.add_typer(data_app, name="data")

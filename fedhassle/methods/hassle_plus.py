@@ -79,13 +79,17 @@ class HasslePlus(Method):
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """Returns the models that the client trains, those near which they stay, and what labels its data."""
         needed = {name for phase in self.phases(client, t) for name in phase.trained}
-        if t > (self.start or 0):
+        if self.started(t):
             needed |= set(MEANS if self.gamma else ()) | set(self.teachers if client.unlabelled else ())
         return {name: state[name] for name in state if name in needed}
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """w_S on labels; once it exists, w_U on all that the client has."""
-        return tuple(self.both_phases(client, t > (self.start or 0)))
+        return tuple(self.both_phases(client, self.started(t)))
+
+    def started(self, t: int) -> bool:
+        """True if clients train w_U in round t."""
+        return t > (self.start or 0)
 
     def both_phases(self, client: Client, started: bool) -> Iterator[Phase]:
         """The phase of each model that the client can train."""
