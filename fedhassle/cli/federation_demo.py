@@ -137,7 +137,7 @@ def take_home(run: Path, out: Path) -> None:
     for what, path in (
         ("the run", run),
         ("who took part", run / "audit.jsonl"),
-        ("the model", run / "model.safetensors"),
+        ("the model", run / "best.safetensors"),
         ("its card", run / "model.md"),
         ("predictions", csv),
         ("the federation", out / "coordinator"),

@@ -35,6 +35,13 @@ ModelPath = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A model.safetensors file, or the folder of a finished run.")
 ]
 Mode = Annotated[str | None, typer.Option(help="Prediction to use; for HASSLE sm, um or em (default: em).")]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        help="Round whose model to use, if MODEL is the folder of a federation's run: best (on the sites' "
+        "validation images) or last (default: best if there is one)."
+    ),
+]
 Device = Annotated[str, typer.Option(help="Device to compute on: auto, cpu or cuda.")]
 AllowImport = Annotated[
     bool, typer.Option("--allow-import", help="Import your own method or network if the model names one.")
@@ -49,6 +56,7 @@ def predict(
     ],
     out: Annotated[Path | None, typer.Option(help="CSV file to write (default: standard output).")] = None,
     mode: Mode = None,
+    which: Which = None,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add a column with the probability of each class.")
     ] = False,
@@ -62,10 +70,10 @@ def predict(
     error.
     """
     from fedhassle.predict.images import image_sources
-    from fedhassle.predict.model import load, resolve_mode
+    from fedhassle.predict.model import resolve_mode
 
     errors = Console(stderr=True)
-    model = load(path, allow_import).on(device)
+    model = chosen_model(path, which, allow_import).on(device)
     used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
     found = image_sources(images, model.image_size)
     show_problems(found.problems, (), FEW, errors)
@@ -91,6 +99,7 @@ def evaluate(
     mode: Annotated[
         str | None, typer.Option(help="Prediction to evaluate; for HASSLE sm, um or em (default: all).")
     ] = None,
+    which: Which = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="JSON file for all metrics (default: none).")
     ] = None,
@@ -115,13 +124,13 @@ def evaluate(
     from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
     from fedhassle.predict.images import BATCH_SIZE, labelled_images
-    from fedhassle.predict.model import load, resolve_mode
+    from fedhassle.predict.model import resolve_mode
     from fedhassle.predict.scores import as_json as plain
     from fedhassle.predict.scores import score
 
     if picture is not None:
         check_picture(picture, FORMATS)
-    model = load(path, allow_import).on(device)
+    model = chosen_model(path, which, allow_import).on(device)
     used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
     with progress_bar(errors, more_than=BATCH_SIZE) as progress:
@@ -154,6 +163,7 @@ def export(
         typer.Option("--onnx", help="Export as one ONNX file (required)."),
     ] = False,
     mode: Mode = None,
+    which: Which = None,
     allow_import: AllowImport = False,
 ) -> None:
     """Export a model to ONNX.
@@ -164,14 +174,38 @@ def export(
     require(onnx, f"choose a format: fedhassle export {path} --onnx")
     named = out is None or out.suffix.lower() == ".onnx"
     require(named, f"{out} does not end in .onnx: give the name of an ONNX file")
-    from fedhassle.predict.model import load, model_file, resolve_mode
+    from fedhassle.predict.model import model_file, resolve_mode
     from fedhassle.predict.onnx import export_onnx
 
-    model = load(path, allow_import)
+    model = chosen_model(path, which, allow_import)
     used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
-    file = model_file(path).with_suffix(".onnx") if out is None else out
+    file = model_file(path, which).with_suffix(".onnx") if out is None else out
     gap = export_onnx(model, file, used)
     say(Console(), f"{file}: {used}, equal to PyTorch to {gap:.1g} on random images")
+
+
+def chosen_model(path: Path, which: str | None, allow_import: bool) -> TrainedModel:
+    """Loads a model; if its folder holds several, says on standard error which one it is."""
+    from fedhassle.predict.model import load, model_file
+    from fedhassle.runs.folder import Folder
+
+    file = model_file(path, which)
+    model = load(file, allow_import)
+    if path.is_dir() and Folder(path).best.exists():
+        say(Console(stderr=True), f"model    {file}: {origin_of(model)}")
+    return model
+
+
+def origin_of(model: TrainedModel) -> str:
+    """Describes the round of a federation's model."""
+    if "validation" not in model.about:
+        return "the last round (--which best: the best one on the sites' validation images)"
+    headline = model.method.headline
+    score = f"{headline} {100 * model.about['validation'][headline]:.1f} %"
+    return (
+        f"round {model.about['round']}, the best on the sites' validation images ({score}; --which last: the "
+        "last round)"
+    )
 
 
 def csv_rows(

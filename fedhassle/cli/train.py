@@ -200,7 +200,13 @@ def show_result(path: Path) -> None:
     console.print(final_table(summary))
     if (tested := on_test_images(summary)) is not None:
         console.print(final_table(tested, "on the coordinator's test images"))
-    for what, file in (("model", folder.model), ("curves", folder.curves), ("figures", folder.summary)):
+    best = summary.get("best")
+    if best is not None:
+        score = f"{summary['headline']} {100 * best['accuracy'][summary['headline']]:.2f} %"
+        how = f"round {best['round']}, the best on validation images ({score})"
+        say(console, f"model    {folder.best}: {how}")
+    model = "model" if best is None else "last"
+    for what, file in ((model, folder.model), ("curves", folder.curves), ("figures", folder.summary)):
         say(console, f"{what:8} {file}")
 
 

@@ -24,6 +24,8 @@ from fedhassle.settings.build import build_method
 from fedhassle.settings.schema import resolved_device
 from fedhassle.vectors import Arrays
 
+WHICH = ("best", "last")  # rounds whose model a run's folder holds
+
 
 class Prediction(NamedTuple):
     """The predictions of a model for N images."""
@@ -109,12 +111,13 @@ def resolve_mode(mode: str, known: tuple[str, ...]) -> str:
     return names[mode.lower()]
 
 
-def load(path: str | Path, allow_import: bool = False) -> TrainedModel:
+def load(path: str | Path, allow_import: bool = False, which: str | None = None) -> TrainedModel:
     """Loads the model in a file, or in the folder of a finished run.
 
-    A user's own method or network is imported only with `allow_import`.
+    `which`: in a folder, the model of the `best` or of the `last` round; by default `model_file` chooses. A
+    user's own method or network is imported only with `allow_import`.
     """
-    path = model_file(Path(path))
+    path = model_file(Path(path), which)
     arrays, about = read_arrays(path)
     try:
         metadata = checked_metadata(about)
@@ -176,12 +179,21 @@ def check_arrays(model: TrainedModel, images: int) -> None:
         ) from error
 
 
-def model_file(path: Path) -> Path:
-    """Returns the path of a model file; for a run's folder, the one in it."""
+def model_file(path: Path, which: str | None = None) -> Path:
+    """Returns the path of a model file; for a run's folder, the one in it that `which` names.
+
+    By default it is the model of the best round if the sites' validation images have chosen one, else that of
+    the last round. Test images never choose: they would no longer be a test.
+    """
+    require(which in (None, *WHICH), f"the model is that of the best or last round, got {which!r}")
     if not path.is_dir():
+        require(which is None, f"{path} is a model already: choose a round in the folder of its run")
         return path
     folder = Folder(path)
-    if not folder.model.exists():
+    if which == "best":
+        why = "only the run of a federation whose sites validate has one"
+        require(folder.best.exists(), f"{path} holds no {folder.best.name}: {why}; take the last round")
+    elif not folder.model.exists():
         hint = f": finish the run with {resume_command(folder)}" if folder.begun else ""
         raise UserError(f"{path} holds no {folder.model.name}{hint}")
-    return folder.model
+    return folder.model if which == "last" or not folder.best.exists() else folder.best

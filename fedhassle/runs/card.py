@@ -32,9 +32,9 @@ of fedhassle {version}.
 ## Accuracy
 
 On {test}, which took no part in training, in per cent. The first column is the mean of the \
-last {evaluations} of the run (never its best round); the file holds the model of the last round.
+last {evaluations} of the run (never its best round); `model.safetensors` holds the model of the last round.
 
-{scores}
+{scores}{best}
 
 ## Intended use and limits
 
@@ -53,7 +53,15 @@ fedhassle export {file} --onnx
 """
 
 
-def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.safetensors") -> str:
+BEST = """
+
+**Use `best.safetensors`**, the model of round {round}, unless you have a reason for the last round. It is \
+the best of the run on the sites' validation images: {headline} {score:.2f} %. These images chose it, so \
+expect slightly less on new ones. With the folder of the run, `predict`, `evaluate` and `export` take it \
+too; `--which last` takes the last round."""
+
+
+def model_card(summary: Metrics, about: Mapping[str, Any]) -> str:
     """The card of a finished run, from its summary and the metadata of its model file."""
     facts = "\n".join(f"| {name} | {cell(value)} |" for name, value in facts_of(summary, about).items())
     tables, tested = [table(summary)], on_test_images(summary)
@@ -70,8 +78,17 @@ def model_card(summary: Metrics, about: Mapping[str, Any], file: str = "model.sa
         version=summary["versions"]["fedhassle"],
         facts=facts,
         scores="\n\n".join(tables),
-        file=file,
+        best=about_best(summary),
+        file="best.safetensors" if summary.get("best") else "model.safetensors",
     )
+
+
+def about_best(summary: Metrics) -> str:
+    """The paragraph on the model of the best round, if a federation's validation images chose one."""
+    best, headline = summary.get("best"), summary["headline"]
+    if best is None:
+        return ""
+    return BEST.format(round=best["round"], headline=cell(headline), score=100 * best["accuracy"][headline])
 
 
 def table(summary: Metrics) -> str:

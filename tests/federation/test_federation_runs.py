@@ -152,6 +152,38 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     assert best.about["round"] == 2 and best.about["validation"] == {"model": 0.3}
     assert same(tensors_of(tmp_path / "run" / "best.safetensors"), states[2])
     assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
+    best_goes_home(tmp_path / "run")
+
+
+def best_goes_home(folder):
+    """The folder of a run stands for its best model, unless the last one is chosen; everything says so."""
+    assert summary_of(folder)["best"] == {"round": 2, "accuracy": {"model": 0.3}}
+    card = (folder / "model.md").read_text("utf-8")
+    assert "**Use `best.safetensors`**, the model of round 2," in card and "model 30.00 %" in card
+    assert "fedhassle predict best.safetensors IMAGES" in card
+    x, said = small.dataset().x_test[:6], {}
+    np.save(folder / "x.npy", x)
+    files = {"best": "best.safetensors", "last": "model.safetensors"}
+    for which, name in files.items():
+        expected = fedhassle.load(folder / name, allow_import=True).predict(x).probabilities
+        chosen = fedhassle.load(folder, allow_import=True, which=which).predict(x).probabilities
+        assert (chosen == expected).all()
+        options = ["--which", which, "--allow-import", "--probabilities"]
+        _, out, said[which] = small.call("predict", folder, folder / "x.npy", *options)
+        rows = [[float(p) for p in line.split(",")[3:]] for line in out.splitlines()[1:]]
+        np.testing.assert_allclose(rows, expected, atol=1e-6)
+    by_default = small.call("predict", folder, folder / "x.npy", "--allow-import")[2]
+    assert by_default == said["best"] != said["last"]
+    assert "best.safetensors: round 2, the best on the sites' validation images (model 30.0 %" in " ".join(
+        said["best"].split()
+    )
+    assert "model.safetensors: the last round" in " ".join(said["last"].split())
+    for wrong, path, why in (
+        ("first", folder, "best or last round, got 'first'"),
+        ("last", folder / "best.safetensors", "is a model already"),
+    ):
+        with pytest.raises(UserError, match=why):
+            fedhassle.load(path, allow_import=True, which=wrong)
 
 
 def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monkeypatch):

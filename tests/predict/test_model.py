@@ -93,6 +93,9 @@ def test_a_runs_folder_stands_for_its_model(finished, words, tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (3, 12, 12), dtype=np.uint8)
     by_file, by_folder = (fedhassle.load(finished[0] / name).predict(x) for name in ("model.safetensors", ""))
     assert (by_file.probabilities == by_folder.probabilities).all()
+    assert (fedhassle.load(finished[0], which="last").predict(x).classes == by_file.classes).all()
+    with pytest.raises(fedhassle.UserError, match=r"no best\.safetensors: only the run of a federation"):
+        fedhassle.load(finished[0], which="best")
     small.cut(words, tmp_path / "cut", 2)
     with pytest.raises(fedhassle.UserError, match=rf"fedhassle resume {tmp_path / 'cut'}"):
         fedhassle.load(tmp_path / "cut")

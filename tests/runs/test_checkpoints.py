@@ -119,15 +119,16 @@ def test_a_run_only_finishes_with_its_last_checkpoint(damage, eight_rounds, whol
 
 def test_an_unreadable_best_model_is_an_error_when_a_run_resumes(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
-    assert best_so_far(folder) == -1.0
-    write_arrays(folder.best, {"w": torch.zeros(3)}, {"headline": "model", "validation": {"model": 0.75}})
-    assert best_so_far(folder) == 0.75
+    assert best_so_far(folder) is None
+    about = {"headline": "model", "validation": {"model": 0.75}, "round": 3}
+    write_arrays(folder.best, {"w": torch.zeros(3)}, about)
+    assert best_so_far(folder) == (3, {"model": 0.75})
     with monkeypatch.context() as patch:
         failing(patch)
         with pytest.raises(UserError, match="cannot be read"):
             best_so_far(folder)
     folder.best.write_bytes(truncated(folder.best.read_bytes()))
-    assert best_so_far(folder) == -1.0
+    assert best_so_far(folder) is None
 
 
 def test_damaged_checkpoints_do_not_push_out_new_ones(eight_rounds, tmp_path):

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -76,7 +76,7 @@ def coordinate(
             require_evaluation(there, images)
             hashes = summary_hashes(agreement, run)
             for step in train_in_federation(
-                run, federation, evaluator, start, hashes, partial(participation, audit)
+                run, federation, evaluator, start, hashes, partial(outcome, audit, folder)
             ):
                 audit.write("done", round=step.t, clients=[client.name for client in step.clients])
                 yield step
@@ -169,6 +169,12 @@ def participation(audit: Audit) -> dict[str, Any]:
     return {"sites": sites, "sites_per_round": per_round}
 
 
+def outcome(audit: Audit, folder: Folder) -> dict[str, Any]:
+    """The entries of a federation's summary: its sites, and its best round if sites have validated."""
+    best = best_so_far(folder)
+    return participation(audit) | ({} if best is None else {"best": best._asdict()})
+
+
 def require_evaluation(there: dict[str, Introduction], test: Images | None) -> None:
     """Raises if no images are left to evaluate the model on."""
     require(
@@ -178,12 +184,20 @@ def require_evaluation(there: dict[str, Introduction], test: Images | None) -> N
     )
 
 
+class BestRound(NamedTuple):
+    """The round with the best accuracy on the sites' validation images."""
+
+    round: int
+    accuracy: dict[str, float]  # by prediction
+
+
 class Evaluator:
     """Evaluates the state of a run, and keeps the model of the best round."""
 
     def __init__(self, run: Run, federation: FlowerFederation, test: Images | None) -> None:
         self.run, self.federation, self.test = run, federation, test
-        self.best = best_so_far(run.folder)
+        best = best_so_far(run.folder)
+        self.best = -1.0 if best is None else best.accuracy[run.method.headline]
 
     def __call__(self, state: Arrays, t: int) -> Evaluation | None:
         """Accuracy on the sites' validation images and, if the server has test images, on these and by class.
@@ -218,12 +232,13 @@ class Evaluator:
         return accuracy(self.run.method, state, x, y, views)
 
 
-def best_so_far(folder: Folder) -> float:
-    """The best score of an interrupted run; −1 if there is none."""
+def best_so_far(folder: Folder) -> BestRound | None:
+    """The round of the model that a run keeps as its best; None if there is none, or its file is damaged."""
     if not folder.best.exists():
-        return -1.0
+        return None
     try:
         _, words = read_arrays(folder.best)
-        return float(words["validation"][words["headline"]])
-    except (DamagedError, KeyError, TypeError):
-        return -1.0
+        accuracy = {name: float(share) for name, share in words["validation"].items()}
+        return BestRound(words["round"], accuracy) if words["headline"] in accuracy else None
+    except (DamagedError, KeyError, TypeError, AttributeError):
+        return None
