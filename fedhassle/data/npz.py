@@ -20,6 +20,8 @@ AnyArray = NDArray[Any]
 
 CHANNELS = (1, 3)  # grey, colour
 LARGEST_SIDE = 4096  # of the images that a model is trained on, in pixels
+MOST_IMAGES = 2_000_000  # in a file to predict: a tiny one may hold as many of a single pixel
+SLICE = 1000  # images that are converted at once
 
 # Names of images and labels for training and for testing; the first pair that a file has counts.
 TRAINING = (("x", "y"), ("x_train", "y_train"))
@@ -107,7 +109,10 @@ def read_images(path: Path) -> Images:
 def _as_stack(x: NDArray[Any], where: str) -> Images:
     """Returns one image, or several, as (N, H, W, C)."""
     alone = x.ndim == 2 or (x.ndim == 3 and x.shape[2] in CHANNELS)
-    return images(x[None] if alone else x, where)
+    stack = images(x[None] if alone else x, where)
+    if len(stack) > MOST_IMAGES:
+        raise UserError(f"{where} has {len(stack):,} images; expected at most {MOST_IMAGES:,} in a file")
+    return stack
 
 
 def required_arrays(path: Path, *wanted: Sequence[str]) -> dict[str, AnyArray]:
@@ -174,8 +179,12 @@ def _pixels(x: AnyArray, where: str) -> Images:
     low, high = x.min().item(), x.max().item()
     if not (low >= 0 and high <= limit):  # written so that NaN is out of range too
         raise UserError(f"{where} ({x.dtype}) runs from {low} to {high}; expected 0 to {limit}")
-    pixels = np.rint(x.astype(np.float32) * 255) if limit == 1 else x
-    return np.ascontiguousarray(pixels, np.uint8)
+    if limit == 255:
+        return np.ascontiguousarray(x, np.uint8)
+    pixels = np.empty(x.shape, np.uint8)
+    for start in range(0, len(x), SLICE):  # float32 takes four times the memory
+        pixels[start : start + SLICE] = np.rint(x[start : start + SLICE].astype(np.float32) * 255)
+    return pixels
 
 
 def labels(y: AnyArray, where: str, lowest: int = 0) -> Labels:

@@ -205,7 +205,7 @@ def test_only_warnings_about_odd_files_are_suppressed_in_many_threads(saved, rng
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: read_picture(path, 6, 8, 1).pixels.sum(), range(100)))
         assert seen == [] and len(set(found)) == 1 and warnings.filters == inside
-        with pictures._quietly:
+        with pictures.quietly:
             warnings.warn("of others", stacklevel=1)
         assert len(seen) == 1
     assert warnings.filters == before

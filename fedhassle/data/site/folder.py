@@ -18,6 +18,8 @@ skipped. Hidden files, and files that macOS and Windows leave in folders, are ig
 
 from __future__ import annotations
 
+import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,7 @@ from fedhassle.data.site.labels import folder_classes, folder_labels, ignored_la
 from fedhassle.data.site.listing import LABEL_FILE, Problem, find_images, first_of, printable
 from fedhassle.data.site.pictures import FileInfo, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
+from fedhassle.names import counted
 
 THREADS = 4  # decoders release Python's lock
 
@@ -175,14 +178,24 @@ def _labelled(y: Labels, where: str, notes: Sequence[str] = ()) -> list[int]:
 
 
 def _empty_images(count: int, wanted: ImageForm) -> Images:
-    """Allocates an array for all pixels."""
+    """Allocates an array for all pixels; more than this machine has memory for is an error."""
     shape = (count, wanted.height, wanted.width, wanted.channels)
+    size, here = math.prod(shape), physical_memory()
+    form = f"{wanted.height}×{wanted.width}×{wanted.channels}"
+    needs = f"{counted(count, 'image')} of {form} need{'s' * (count == 1)} {size / 1e9:,.1f} GB of memory"
+    require(size <= here, f"{needs}, and this machine has {here / 1e9:,.1f} GB")
     try:
         return np.empty(shape, np.uint8)
     except (MemoryError, ValueError) as error:
-        size = count * wanted.height * wanted.width * wanted.channels / 1e9
-        form = f"{wanted.height}×{wanted.width}×{wanted.channels}"
-        raise UserError(f"{count:,} images of {form} need {size:,.1f} GB of memory") from error
+        raise UserError(needs) from error
+
+
+def physical_memory() -> float:
+    """Returns the bytes of memory of this machine; infinity where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return math.inf
 
 
 class _ReadFile(NamedTuple):

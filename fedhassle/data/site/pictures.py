@@ -20,17 +20,15 @@ Files that cannot be read completely, or have more than `MOST_PIXELS` pixels, ar
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedhassle.data.npz import Images
+from fedhassle.data.site.turns import quietly, turns
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".pgm", ".ppm")
 # Independent of the suffix. No others: for some formats Pillow runs external programs.
@@ -92,44 +90,20 @@ class Picture(NamedTuple):
     converted: tuple[str, ...]
 
 
-class _Quiet:
-    """Suppresses Pillow's warnings about odd files, in any number of threads.
-
-    The filters belong to the whole process: the first thread to enter sets them, the last to leave restores
-    them.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._filters = Lock(), 0, ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._filters.enter_context(catch_warnings())
-                filterwarnings("ignore", module=r"PIL\.")
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._filters.close()
-
-
-_quietly = _Quiet()
-
-
 def read_picture(path: Path, height: int, width: int, channels: int) -> Picture:
     """Reads the picture in a file by the rules above; may run in several threads."""
     try:
         if not path.is_file():  # a pipe would block
             raise UnusableError("is not a file" if path.exists() else "does not exist")
-        with _quietly, path.open("rb") as stream, Image.open(stream, formats=FORMATS) as image:
+        with quietly, path.open("rb") as stream, Image.open(stream, formats=FORMATS) as image:
             info = FileInfo(str(image.format), image.mode, *image.size)
             _reject_huge(image)
             notes: list[str] = []
-            whole = _decoded(image, max(height, width), notes)
-            return Picture(_pixels(whole, height, width, channels, notes), info, tuple(notes))
+            if image.format in ("JPEG", "MPO"):
+                image.draft(None, (FINE * max(height, width),) * 2)
+            with turns.turn(image.width * image.height):
+                whole = _decoded(image, notes)
+                return Picture(_pixels(whole, height, width, channels, notes), info, tuple(notes))
     except UnusableError:
         raise
     except UnidentifiedImageError as error:
@@ -159,7 +133,7 @@ def _too_large(size: str) -> str:
     return f"has more than {MOST_PIXELS // 10**6} megapixels{size}: reduce it first"
 
 
-def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
+def _decoded(image: Any, notes: list[str]) -> Image.Image:
     """Decodes the first frame and rotates it upright."""
     deep = any(
         ";16" in str(tile) for tile in image.tile
@@ -167,8 +141,6 @@ def _decoded(image: Any, side: int, notes: list[str]) -> Image.Image:
     frames = getattr(image, "n_frames", 1)
     black = _black(image)
     before = _orientation(image)
-    if image.format in ("JPEG", "MPO"):
-        image.draft(None, (FINE * side, FINE * side))
     image.load()
     after = _orientation(image)  # Pillow has rotated a TIFF by now
     if frames > 1:
