@@ -26,10 +26,12 @@ from fedhassle.ranges import (
     FromOne,
     NotNegative,
     Positive,
+    Trim,
     ranges,
     require_in_range,
 )
-from fedhassle.vectors import Arrays, mean
+from fedhassle.robust import TRIM, Merging, merged
+from fedhassle.vectors import Arrays
 
 Part = Literal["labelled", "unlabelled"]
 
@@ -277,6 +279,10 @@ class Method:
     prior: Literal["batch", "none"] | None = None
     # View of labelled images; default: the method's own.
     labelled_view: Literal["weak", "strong"] | None = None
+    # Takes the place of the weighted mean of the clients' models: the mean without the largest and smallest
+    # values of each weight, or their median; default: the mean (docs/federation.md).
+    merging: Merging | None = None
+    trim: Trim | None = None  # share of the clients left out at each end with merging=trimmed; default: 0.2
 
     averages: ClassVar[bool] = False  # whether it keeps the running means of `average` itself
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
@@ -296,6 +302,12 @@ class Method:
             self.teacher is None or bool(self.average is not None and self.teachers),
             "teacher=average needs a decay (average=0.9), and a method that has its models label samples",
         )
+        require(
+            self.merging is None or type(self).merge is Method.merge,
+            f"merging={self.merging} takes the place of a weighted mean, but {type(self).__name__} merges in "
+            "its own way: leave merging out, or choose another method",
+        )
+        require(self.trim is None or self.merging == "trimmed", "trim needs a trimmed mean: merging=trimmed")
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """The method as its run has it: of so many rounds, in each of which so many clients are drawn.
@@ -335,7 +347,8 @@ class Method:
 
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Each vector: the mean over those who trained it, by `counts`; else unchanged (Eqs. 1, 2, 10)."""
-        means = average([update._replace(samples=self.counts(update)) for update in updates])
+        weighted = [update._replace(samples=self.counts(update)) for update in updates]
+        means = average(weighted, self.merging, TRIM if self.trim is None else self.trim)
         return self.next_state(state, means, t)
 
     def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
@@ -343,8 +356,8 @@ class Method:
         return state | means
 
     def merges_means(self) -> bool:
-        """Returns true if a round needs only the means of its updates: `merge` is the one above."""
-        return type(self).merge is Method.merge
+        """Returns true if a round needs only the weighted means of its updates: `merge` is the one above."""
+        return type(self).merge is Method.merge and self.merging is None
 
     def model(self, state: Arrays) -> Arrays:
         """Returns the part of the state that prediction needs."""
@@ -401,12 +414,14 @@ def require_float32(name: str, value: object) -> None:
     require(not beyond, f"{name} must be at most {LARGEST:.1e}, the largest number of float32, got {value}")
 
 
-def average(updates: Sequence[Update]) -> Arrays:
-    """Each vector that came back: the mean over the clients that trained it, by the samples that did."""
+def average(updates: Sequence[Update], merging: Merging | None = None, trim: float = TRIM) -> Arrays:
+    """Each vector that came back: the mean over the clients that trained it, by the samples that did.
+
+    With `merging`, what takes the place of the mean.
+    """
     names = dict.fromkeys(name for update in updates for name in update.arrays)
-    return {name: average_of(name, [u for u in updates if name in u.arrays]) for name in names}
-
-
-def average_of(name: str, updates: Sequence[Update]) -> Tensor:
-    """The mean of one vector over updates that all have it."""
-    return mean([u.arrays[name] for u in updates], [u.samples[name] for u in updates])
+    by_name = {name: [update for update in updates if name in update.arrays] for name in names}
+    return {
+        name: merged([u.arrays[name] for u in found], [u.samples[name] for u in found], merging, trim)
+        for name, found in by_name.items()
+    }

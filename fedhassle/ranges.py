@@ -36,6 +36,7 @@ Positive = Annotated[float, Range(0.0, above=True)]
 NotNegative = Annotated[float, Range(0.0)]
 Share = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, 1.0, below=True)]
+Trim = Annotated[float, Range(0.0, 0.5, above=True, below=True)]  # at each end
 FromZero = Annotated[int, Range(0)]
 FromOne = Annotated[int, Range(1)]
 BatchSize = Annotated[int, Range(1, 65_536)]  # these bounds are those of memory, since …

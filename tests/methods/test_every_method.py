@@ -397,7 +397,7 @@ def numeric(name):
 POSITIVE = {  # of these 0 is refused as well; of the others it means that something is left out
     *("batch", "epochs", "lr", "ratio", "temperature", "alpha", "rounds", "helper_rounds", "unlabelled_lr"),
     *("subsets", "subset_size", "boost", "tau", "residual_steps", "residual_width", "halving", "steps"),
-    *("unlabelled_epochs", "horizon"),
+    *("unlabelled_epochs", "horizon", "trim"),
 }
 
 

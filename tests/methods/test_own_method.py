@@ -70,6 +70,7 @@ def test_a_custom_method_has_its_fields_as_settings(module, images):
         "lr": 0.1,
         "momentum": 0.9,
         **dict.fromkeys(("schedule", "horizon", "clip", "average", "teacher", "prior", "labelled_view")),
+        **dict.fromkeys(("merging", "trim")),
         "strength": 0.5,
     }
     _, _, method = built(settings)

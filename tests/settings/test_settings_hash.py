@@ -64,6 +64,8 @@ def test_the_hash_changes_with_every_other_setting():
             "method.horizon=3",
             "method.prior=batch",
             "method.labelled_view=strong",
+            "method.merging=median",
+            "method.trim=0.3",
         ),
         *("method.batch=3", "method.epochs=3", "method.lr=3", "method.momentum=0.3", "method.clip=3"),
         *("method.gra=false", "method.mpa=false", "method.gamma=3", "method.proximity=norm"),
