@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 # Each tensor of a flat vector starts at a multiple of 8 entries, hence of 16 bytes in both float32 and
 # bfloat16. CUDA kernels load 16 bytes at once, and a BatchNorm with unaligned gains fails with "misaligned
 # address".
+LEAST_VARIANCE = 0.01  # of a BatchNorm layer whose statistics have noise
 ALIGNED = 8
 # Images in one forward pass without gradients. Small passes slow a GPU down by kernel launches (passes of
 # 1,000 cost 2 % of a HASSLE round); large passes need memory on each core of a CPU. Images with more than
@@ -305,6 +306,16 @@ class Net:
         self.n_kernels = sum(self.weight_sizes[: self._n_kernel_pieces])
         self.n_weights = sum(self.weight_sizes)
         self.n_statistics = sum(self.statistic_sizes)
+
+    def projected(self, vector: Tensor) -> Tensor:
+        """The nearest vector that a module can have, for one with noise: zero padding, positive variances."""
+        found = vector.clone()
+        slices = torch.split(found, [*self.weight_sizes, *self.statistic_sizes])
+        for piece, flat in zip([*self._weight_pieces, *self._statistic_pieces], slices, strict=True):
+            flat[piece.size :] = 0.0
+            if piece.name.endswith("running_var"):
+                flat[: piece.size].clamp_(min=LEAST_VARIANCE)
+        return found
 
     def __reduce__(self) -> tuple[type[Net], tuple[Callable[..., nn.Module], Shape, int, float]]:
         """Travels to another process as its four arguments."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedhassle.vectors import mean
+from fedhassle.vectors import Arrays, mean
 
 Merging = Literal["trimmed", "median"]
 """What takes the place of a weighted mean of the clients' vectors."""
@@ -33,6 +33,26 @@ def clipped(after: Tensor, before: Tensor, bound: float) -> Tensor:
     if norm <= bound:
         return after
     return (before.double() + (after.double() - before.double()) * (bound / norm)).to(after.dtype)
+
+
+def joint_norm(arrays: Arrays) -> float:
+    """Returns ‖·‖ of all vectors together, as if they were one."""
+    squares = [v.double().square().sum() for v in arrays.values()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def clipped_jointly(arrays: Arrays, bound: float) -> Arrays:
+    """Returns the vectors, all scaled down by one factor if their joint norm exceeds a bound."""
+    norm = joint_norm(arrays)
+    if norm <= bound:
+        return arrays
+    share = bound / norm * (1 - 1e-6)  # below the bound in float32, too
+    return {name: v * share for name, v in arrays.items()}
+
+
+def differences(arrays: Arrays, start: Arrays) -> Arrays:
+    """Returns each vector less the one that it started from."""
+    return {name: v - start[name] for name, v in arrays.items()}
 
 
 def lower_median(values: Sequence[float]) -> float:

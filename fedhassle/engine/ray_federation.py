@@ -94,12 +94,14 @@ class RayFederation(SimulatedClients):
         workers: int,
         client_state: ClientState | None = None,
         own: Iterable[str] = (),
+        whole: bool = False,
     ) -> None:
         super().__init__(split, engine.device, client_state)
         allocation = allocation_of(engine.device.type, threads)
         require_room(workers, allocation, cluster_machines())
         self.workers = start(workers, allocation, dataset, seed, engine, threads)
         self._machines = check(self.workers, tuple(own))
+        self._whole = whole  # the driver needs each update, as to clip it
         self._method: Method | None = None
         self._told: set[Note] = set()
 
@@ -118,7 +120,8 @@ class RayFederation(SimulatedClients):
         but the clients' files of this round.
         """
         tasks, down = self.tasks(method, messages, t)
-        averaged = len(tasks) > GROUPS and method.merges_means() and not method.unsent()
+        sums = method.merges_means() and not method.unsent() and not self._whole
+        averaged = sums and len(tasks) > GROUPS
         while True:
             try:
                 answers, means = self._round(method, tasks, averaged, t)

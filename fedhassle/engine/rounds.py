@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from fedhassle.data.split.layout import Kind
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update, average
+from fedhassle.privacy import Privacy, clipped_updates, drawn_by_chance, expected_counts, private_means
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
 
@@ -69,6 +70,7 @@ class Plan(NamedTuple):
     rounds: int = 200  # T
     clients_per_round: int = 8  # C
     seed: int = 0
+    privacy: Privacy | None = None
 
 
 class Round(NamedTuple):
@@ -88,7 +90,8 @@ def federate(
     federation.rewind(first - 1)
     told: set[Kind] = set()
     for t in range(first, plan.rounds + 1):
-        clients = select(federation.present(), plan, t)
+        present = federation.present()
+        clients = select(present, plan, t)
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
         messages = [(client, method.message(state, client, t)) for client in asked]
@@ -99,16 +102,37 @@ def federate(
             state = method.next_state(state, average(updates), t)
         else:
             updates = [reply.update for reply in replies]
-            state = method.merge(state, updates, t, generator(plan.seed, t, "server"))
+            state = merged(method, plan, state, updates, present, t)
         tell_untrained(method, updates, t)
         yield Round(t, state, clients, replies, dropped)
 
 
 def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
-    """Draws the C clients of round t, in the federation's order."""
+    """Draws the C clients of round t, in the federation's order; C on average if their secrecy counts."""
     rng = generator(plan.seed, t, "select")
+    if plan.privacy is not None and plan.privacy.rate < 1:
+        return drawn_by_chance(clients, plan.privacy.rate, rng)
     drawn = rng.choice(len(clients), min(plan.clients_per_round, len(clients)), replace=False)
     return tuple(clients[k] for k in sorted(drawn.tolist()))
+
+
+def merged(
+    method: Method,
+    plan: Plan,
+    state: Arrays,
+    updates: Sequence[Update],
+    present: Sequence[Client],
+    t: int,
+) -> Arrays:
+    """The state after round t: the method's own merge, or clipped updates and noise."""
+    privacy, rng = plan.privacy, generator(plan.seed, t, "server")
+    if privacy is None:
+        return method.merge(state, updates, t, rng)
+    if not privacy.noise:
+        return method.merge(state, clipped_updates(updates, state, privacy.clip), t, rng)
+    share = min(1.0, plan.clients_per_round / len(present))
+    counts = expected_counts(method, present, share, t)
+    return method.next_state(state, private_means(privacy, method, state, updates, counts, rng), t)
 
 
 def split_finite(answers: Sequence[Reply] | Averages, t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:

@@ -12,8 +12,16 @@ from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.method import Method
+from fedhassle.privacy import Privacy, require_means
 from fedhassle.runs.folder import Folder
-from fedhassle.settings.build import build_engine, build_method, build_net, own_code_of
+from fedhassle.settings.build import (
+    build_engine,
+    build_method,
+    build_net,
+    build_privacy,
+    own_code_of,
+    rounds_of,
+)
 from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
 
@@ -51,7 +59,15 @@ def run_settings(agreement: Agreement) -> Settings:
 def agreed_method(settings: Settings, dataset: Dataset) -> Method:
     """Builds the method of a federation's run, with its network; raises if that is impossible here."""
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    return method.for_run(settings.rounds)
+    return method.for_run(rounds_of(settings, agreed_privacy(settings, method)))
+
+
+def agreed_privacy(settings: Settings, method: Method) -> Privacy | None:
+    """The protection of updates in a federation's run, None if there is none."""
+    privacy = build_privacy(settings)
+    if privacy is not None:
+        require_means(method, settings.method.name, "[privacy]")
+    return privacy
 
 
 def require_buildable(agreement: Agreement) -> None:

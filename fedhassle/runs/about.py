@@ -7,7 +7,7 @@ from typing import Any
 
 from fedhassle.data.split.layout import KINDS, kind_of
 from fedhassle.provenance import hardware, versions
-from fedhassle.runs.record import Metrics
+from fedhassle.runs.record import EPSILON, Metrics
 from fedhassle.runs.run import Run
 from fedhassle.settings.build import own_code_of, settings_hash
 from fedhassle.settings.schema import Settings
@@ -27,8 +27,26 @@ def about_run(run: Run) -> Metrics:
         "settings": settings,
         "settings_hash": settings_hash(run.settings, run.dataset, run.split),
         "split_hash": run.split.hash,
+        **about_privacy(run),
         "versions": versions_of(run.settings),
         "hardware": hardware(run.device, run.settings.threads, run.settings.workers),
+    }
+
+
+def about_privacy(run: Run) -> Metrics:
+    """The entry of a summary about noise, if there is any: what was guaranteed, and how."""
+    privacy = run.privacy
+    if privacy is None or not privacy.noise:
+        return {}
+    return {
+        "privacy": {
+            EPSILON: privacy.epsilon(run.rounds),
+            "delta": privacy.delta,
+            "unit": "site",
+            "noise": privacy.noise,
+            "clip": privacy.clip,
+            "rate": privacy.rate,
+        }
     }
 
 

@@ -10,6 +10,7 @@ from fedhassle.data.split.layout import KINDS
 from fedhassle.names import counted, some_of
 from fedhassle.runs.record import (
     BY_CLASS,
+    EPSILON,
     LAST,
     TEST_FALLBACK,
     Metrics,
@@ -156,11 +157,23 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         "sites": sites(about["sites"]) + idle_sites(summary),
         "split": split(summary),
         "rounds": f"{summary['rounds']}, {sites_per_round(summary)}",
+        **privacy(summary),
         "seed": str(summary["seed"]),
         "precision": str(settings["precision"]),
         "trained on": f"{place} in {summary['seconds'] / 60:.1f} minutes",
         "versions": ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
         "settings": f"hash {summary['settings_hash']}; see `config.toml`",
+    }
+
+
+def privacy(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The guarantee of differential privacy, if there is one."""
+    found = summary.get("privacy")
+    if found is None:
+        return {}
+    return {
+        "privacy": f"(ε = {found[EPSILON]:.2f}, δ = {found['delta']:g})-differentially private, by "
+        f"{found['unit']}: noise {found['noise']:.3g}, clip {found['clip']:g}"
     }
 
 

@@ -33,7 +33,7 @@ from rich.text import Text
 from fedhassle.errors import require
 from fedhassle.method import Client
 from fedhassle.names import counted, nearest
-from fedhassle.runs.record import Metrics, Step, evaluations_averaged
+from fedhassle.runs.record import EPSILON, Metrics, Step, evaluations_averaged
 from fedhassle.runs.seeds import SeedGroup, modes_of
 from fedhassle.runs.several import Event
 from fedhassle.terminal import say
@@ -102,7 +102,8 @@ def show(progress: Progress, task: TaskID, step: Step, headline: str) -> None:
     """Updates a live line after a round."""
     progress.update(task, completed=step.t, clients=kinds(step.clients))
     if step.metrics is not None:
-        progress.update(task, score=f"{headline} {step.metrics['accuracy'][headline]:.1%}")
+        score = f"{headline} {step.metrics['accuracy'][headline]:.1%}"
+        progress.update(task, score="  ".join([score, *epsilon(step.metrics)]))
 
 
 def plain_line(step: Step, rounds: int) -> str:
@@ -111,7 +112,13 @@ def plain_line(step: Step, rounds: int) -> str:
     if step.metrics is None:
         return f"{about}  {clients}"
     scores = [f"{name} {value:.1%}" for name, value in step.metrics["accuracy"].items()]
-    return "  ".join([about, *scores, clients, f"{step.metrics['seconds']:.1f} s"])
+    seconds = f"{step.metrics['seconds']:.1f} s"
+    return "  ".join([about, *scores, *epsilon(step.metrics), clients, seconds])
+
+
+def epsilon(metrics: Metrics) -> list[str]:
+    """What a private run has spent so far; nothing for other runs."""
+    return [f"ε {metrics[EPSILON]:.2f}"] if EPSILON in metrics else []
 
 
 class LiveLine(NamedTuple):

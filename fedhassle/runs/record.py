@@ -25,6 +25,7 @@ Metrics = dict[str, Any]
 
 TEST_FALLBACK = "test_stands_in"  # in a line of metrics: no site could evaluate, the coordinator did
 BY_CLASS = "class_accuracy"  # in a line of metrics and in a summary: the headline's accuracy on each class
+EPSILON = "epsilon"  # in a line of metrics and in a summary's privacy: ε that the rounds so far have spent
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 

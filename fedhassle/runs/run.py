@@ -20,6 +20,7 @@ from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.method import Method
+from fedhassle.privacy import Privacy, require_means
 from fedhassle.provenance import hardware, machine
 from fedhassle.runs.folder import (
     Folder,
@@ -35,9 +36,11 @@ from fedhassle.settings.build import (
     build_dataset,
     build_method,
     build_net,
+    build_privacy,
     build_split,
     expected_hash,
     own_code_of,
+    rounds_of,
 )
 from fedhassle.settings.request import Request
 from fedhassle.settings.schema import (
@@ -62,6 +65,7 @@ class Run:
     dataset: Dataset
     split: Split
     method: Method
+    privacy: Privacy | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,8 +74,8 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """Its rounds, clients per round, and seed."""
-        return Plan(self.settings.rounds, self.settings.clients_per_round, self.settings.seed)
+        """Its rounds, clients per round, seed and privacy."""
+        return Plan(self.rounds, self.settings.clients_per_round, self.settings.seed, self.privacy)
 
     @property
     def name(self) -> str:
@@ -80,8 +84,8 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """The number of its rounds."""
-        return self.settings.rounds
+        """The number of its rounds: those of the settings, or fewer if its privacy's budget ends before."""
+        return rounds_of(self.settings, self.privacy)
 
     @property
     def headline(self) -> str:
@@ -159,7 +163,10 @@ def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run
         require_workers(settings)
     dataset = load(settings)
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
-    return Run(folder, settings, dataset, split, method_for_run(settings, dataset, split))
+    method, privacy = method_for_run(settings, dataset, split), privacy_for_run(settings, split)
+    if privacy is not None:
+        require_means(method, settings.method.name, "[privacy]")
+    return Run(folder, settings, dataset, split, method, privacy)
 
 
 def runnable(request: Request) -> Settings:
@@ -184,7 +191,13 @@ def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method
     if per_round > clients:
         raise UserError(f"clients_per_round={per_round} is more than the {clients} clients of the split")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    return method.for_run(settings.rounds, clients_of(split), per_round)
+    rounds = rounds_of(settings, privacy_for_run(settings, split))
+    return method.for_run(rounds, clients_of(split), per_round)
+
+
+def privacy_for_run(settings: Settings, split: Split) -> Privacy | None:
+    """The privacy of a simulated run."""
+    return build_privacy(settings, len(split.names))
 
 
 # Runs that were cut
@@ -225,6 +238,8 @@ def require_extendable(run: Run, before: int) -> None:
         f"method.{name} is {value!r} in a run of {before} rounds and {other!r} in one of {run.rounds}"
         for name, value, other in differences(shorter, run.method)
     ]
+    if run.settings.privacy.epsilon is not None and run.settings.privacy.noise is None:
+        changed.append("privacy.noise follows from privacy.epsilon and the number of rounds")
     require(
         not changed,
         f"{run.folder.path} cannot go on from {before} to {run.rounds} rounds, since its first rounds would "

@@ -28,6 +28,7 @@ from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
 from fedhassle.names import brief, escaped, some_of
+from fedhassle.privacy import Privacy
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import (
@@ -41,6 +42,7 @@ from fedhassle.runs.curves import draw_curves
 from fedhassle.runs.folder import Folder, resume_command
 from fedhassle.runs.record import (
     BY_CLASS,
+    EPSILON,
     Evaluation,
     Metrics,
     Step,
@@ -108,7 +110,11 @@ def simulated(run: Run, engine: Engine, memory: ClientState) -> Iterator[Federat
         return
     with (
         connected(settings.ray or LOCAL, dataset.x_train.nbytes),
-        closing(RayFederation(*common, settings.workers, memory, own_code_of(settings))) as federation,
+        closing(
+            RayFederation(
+                *(*common, settings.workers, memory, own_code_of(settings)), whole=run.privacy is not None
+            )
+        ) as federation,
     ):
         yield federation
 
@@ -128,6 +134,7 @@ def train_in_federation(
     """
     for note in run.split.notes:
         log.info("split: %s", note)
+    tell_privacy(run)
     every, origin = run.settings.evaluate_every, about_run(run) | (about or {})
     blank = torch.zeros(2, *run.dataset.shape, device=run.device)
     check_predictions(run.method, start.state, blank, run.dataset.classes)
@@ -165,6 +172,7 @@ def train_rounds(
             if found is not None:
                 check_headline(method, found.accuracy)
                 metrics = tally.metrics(done.t, found, time.perf_counter() - clock)
+                metrics |= spending(plan.privacy, done.t)
                 clock, tally = time.perf_counter(), Tally(method)
                 history = [*history, metrics]
                 with folder.metrics.open("a", encoding="utf-8") as file:
@@ -174,6 +182,27 @@ def train_rounds(
             federation.prune(list(round_files(folder.checkpoints)))
         yield Step(done.t, tuple(reply.update.client for reply in done.replies), metrics)
     federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
+
+
+def spending(privacy: Privacy | None, t: int) -> Metrics:
+    """The entry of a line of metrics with ε after round t, if the run has noise."""
+    return {EPSILON: privacy.epsilon(t)} if privacy is not None and privacy.noise else {}
+
+
+def tell_privacy(run: Run) -> None:
+    """Logs the noise of a run, and a budget that ends it early."""
+    privacy = run.privacy
+    if privacy is None or not privacy.noise:
+        return
+    log.info(
+        "privacy: noise %.3g, updates clipped to %g; ε = %.3g at δ = %g after %d rounds",
+        *(privacy.noise, privacy.clip, privacy.epsilon(run.rounds), privacy.delta, run.rounds),
+    )
+    if run.rounds < run.settings.rounds:
+        log.warning(
+            "privacy: the run ends after round %d of %d, since another would spend more than ε = %g",
+            *(run.rounds, run.settings.rounds, run.settings.privacy.epsilon),
+        )
 
 
 def resumed(run: Run, may_grow: bool = False) -> Checkpoint:

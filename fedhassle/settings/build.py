@@ -27,9 +27,19 @@ from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
 from fedhassle.names import find, some_of
 from fedhassle.nets import NETS, Net, check_image
+from fedhassle.privacy import Privacy, noise_for, rounds_within
 from fedhassle.provenance import own_code
 from fedhassle.settings.request import MACHINE, Request, flat
-from fedhassle.settings.schema import DataSettings, Settings, SplitSettings, method_class, resolve
+from fedhassle.settings.schema import (
+    DataSettings,
+    Settings,
+    SplitSettings,
+    method_class,
+    resolve,
+    without_empty,
+)
+
+CLIP, DELTA = 1.0, 1e-5  # defaults of privacy.clip and privacy.delta, if there is noise
 
 
 def settings_hash(settings: Settings, dataset: Dataset, split: Split) -> str:
@@ -80,7 +90,7 @@ def binding(settings: Settings, images: str, split: str | None) -> dict[str, Any
 
     None does not count: a new option that is None by default keeps the hashes of finished runs.
     """
-    plain = settings.model_dump(mode="json", exclude={"seed", *MACHINE}, exclude_none=True)
+    plain = without_empty(settings.model_dump(mode="json", exclude={"seed", *MACHINE}, exclude_none=True))
     plain["data"] = {k: v for k, v in plain["data"].items() if k != "folder"} | {"name": images}
     if split is not None:
         plain["split"] = {"hash": split}
@@ -255,3 +265,36 @@ def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
         return method if method.average is None or method.averages else Averaged.of(method)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.{error}") from error
+
+
+def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | None:
+    """The protection of a run's updates, None if there is none; `clients`: of a simulation.
+
+    A simulation draws its clients in secret, which counts; in a federation the coordinator knows who takes
+    part, and noise must not follow from a seed.
+    """
+    chosen = settings.privacy
+    if chosen.epsilon is None and chosen.noise is None:
+        require(chosen.delta is None, "privacy.delta needs noise: set privacy.epsilon or privacy.noise")
+        return None if chosen.clip is None else Privacy(chosen.clip)
+    delta = DELTA if chosen.delta is None else chosen.delta
+    rate = 1.0 if clients is None else min(1.0, settings.clients_per_round / clients)
+    noise = chosen.noise
+    if noise is None:
+        assert chosen.epsilon is not None
+        noise = noise_for(chosen.epsilon, rate, settings.rounds, delta)
+    return Privacy(CLIP if chosen.clip is None else chosen.clip, noise, delta, rate, secret=clients is None)
+
+
+def rounds_of(settings: Settings, privacy: Privacy | None) -> int:
+    """The rounds of a run: all, or as many as its budget allows; refuses a budget too small for one."""
+    budget = settings.privacy.epsilon
+    if privacy is None or budget is None:
+        return settings.rounds
+    found = rounds_within(budget, privacy, settings.rounds)
+    require(
+        found > 0,
+        f"privacy.epsilon={budget:g} is spent before the first round with privacy.noise={privacy.noise:g}: "
+        "allow more, add noise, or leave privacy.noise out",
+    )
+    return found

@@ -54,6 +54,11 @@ def without_none(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
+def without_empty(tables: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the tables in which nothing is set."""
+    return {key: value for key, value in tables.items() if value != {}}
+
+
 def trackers(value: Any) -> Any:
     """The words of `track`, which must be known tools."""
     words, known = split_words(value), typing.get_args(Tool)
@@ -97,6 +102,16 @@ class SplitSettings(BaseModel):
     file: str | None = None  # a saved split; excludes all of the above
 
 
+class PrivacySettings(BaseModel):
+    """The protection of what a client sends; None: without."""
+
+    model_config = STRICT
+    epsilon: float | None = Field(default=None, gt=0)  # ε, the budget of a run
+    noise: float | None = Field(default=None, gt=0)  # z; default: the least that all rounds need within ε
+    delta: float | None = Field(default=None, gt=0, lt=1)  # δ; default: 1e-5
+    clip: float | None = Field(default=None, gt=0)  # C, largest norm of an update; default: 1 with noise
+
+
 class MethodSettings(BaseModel):
     """The method's name; its settings are the fields of its class."""
 
@@ -130,6 +145,7 @@ class Settings(BaseModel):
     track: Annotated[list[Tool] | None, BeforeValidator(trackers)] = None
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
+    privacy: PrivacySettings = PrivacySettings()
 
     @property
     def distributed(self) -> bool:
@@ -138,7 +154,7 @@ class Settings(BaseModel):
 
     def as_toml(self) -> dict[str, Any]:
         """The settings that are not None, as tables; of a split in a file only its path."""
-        made = self.model_dump(exclude_none=True)
+        made = without_empty(self.model_dump(exclude_none=True))
         return made if self.split.file is None else made | {"split": {"file": self.split.file}}
 
 

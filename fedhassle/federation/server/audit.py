@@ -52,6 +52,10 @@ class Audit:
                 merged[event["round"]] = event["contributed"]
         return merged
 
+    def rounds_trained(self) -> int:
+        """The number of rounds that were merged, with those that were repeated after a crash."""
+        return sum(event["event"] == "round" for event in self.read())
+
     def contributions(self, t: int) -> dict[str, int]:
         """The last round up to t in which each site's update was merged."""
         merged = self.contributors()

@@ -8,6 +8,7 @@ import os
 import statistics
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,13 @@ from fedhassle.engine.evaluate import Accuracy, accuracy
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash
-from fedhassle.federation.build import agreed_method, empty_dataset, settings_in, with_settings_of
+from fedhassle.federation.build import (
+    agreed_method,
+    agreed_privacy,
+    empty_dataset,
+    settings_in,
+    with_settings_of,
+)
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
@@ -70,6 +77,7 @@ def coordinate(
             there = sites.gather(rules.minimum_sites, min(INTRODUCTIONS, rules.wait))
             run = prepared(folder, agreement)
             start = resumed(run)
+            run = with_lost_rounds(run, audit, start.t)
             write_agreed(run)
             federation = FlowerFederation(sites, plan(uid, run), ClientState(folder.memory))
             evaluator = Evaluator(run, federation, images)
@@ -125,7 +133,15 @@ def prepared(folder: Folder, agreement: Agreement) -> Run:
     settings, dataset = settings_in(folder, agreement), empty_dataset(agreement)
     require_installed(settings.track or ())
     method = agreed_method(settings, dataset)
-    return Run(folder, with_settings_of(method, settings), dataset, Split((), ()), method)
+    privacy = agreed_privacy(settings, method)
+    return Run(folder, with_settings_of(method, settings), dataset, Split((), ()), method, privacy)
+
+
+def with_lost_rounds(run: Run, audit: Audit, t: int) -> Run:
+    """The run with the rounds after t that a crash has undone: sites saw their models, so they count."""
+    if run.privacy is None:
+        return run
+    return replace(run, privacy=replace(run.privacy, lost=audit.rounds_trained() - t))
 
 
 def write_agreed(run: Run) -> None:
