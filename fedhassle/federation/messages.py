@@ -52,6 +52,12 @@ class Introduction(NamedTuple):
     agreed: str  # the hash of its agreement
     versions: dict[str, str]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of its images, by use."""
+        images = {"labelled": self.client.labelled, "unlabelled": self.client.unlabelled}
+        return {**images, "validation": self.validation}
+
 
 class Hits(NamedTuple):
     """A model's correct predictions on a site's validation images."""
@@ -142,6 +148,24 @@ def introduction(words: Mapping[str, Any]) -> Introduction:
         raise RefusedError("it did not send the hash of its agreement, or its versions")
     plain = {str(k)[:LONGEST_NAME]: str(v)[:LONGEST_NAME] for k, v in list(versions.items())[:20]}
     return Introduction(Client(name, labelled, unlabelled), validation, agreed, plain)
+
+
+def recounted(said: Introduction, words: Any, coarse_counts: bool) -> Introduction:
+    """A site's introduction after its labels have changed; refuses counts of other images than before.
+
+    Labels move images from one use to another, so that the sum stays the same. Coarse counts hide the sum:
+    each lies within a factor √2 of its number, so that their sum may double.
+    """
+    if not isinstance(words, dict) or words.keys() != said.counts.keys():
+        raise RefusedError(f"its new counts are {short(words)}")
+    labelled, unlabelled, validation = (count_of(words[key], key) for key in said.counts)
+    before, now = sum(said.counts.values()), labelled + unlabelled + validation
+    if not (now <= 2 * before and before <= 2 * now if coarse_counts else now == before):
+        raise RefusedError(
+            f"it joined with {before:,} images, and with its new labels it counts {now:,}: to use other "
+            "images, its node must be restarted"
+        )
+    return said._replace(client=Client(said.client.name, labelled, unlabelled), validation=validation)
 
 
 def failure(why: str, lost: bool = False) -> Payload:

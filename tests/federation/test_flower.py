@@ -14,6 +14,7 @@ import rogue
 import small
 import tomli_w
 import torch
+from PIL import Image
 
 import fedhassle
 from fedhassle.data.site.folder import read_site
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 LIMIT = 600.0  # seconds to wait for anything
 SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
 ROGUE = "partial"
+LATE = "unlabelled"  # a folder of images, whose labels come later
 
 
 # A deployment
@@ -68,6 +70,12 @@ class Deployment:
             y = np.arange(40) % 4
             x = np.clip(centres[y] + rng.normal(0, 25, (40, 28, 28, 1)), 0, 255).astype(np.uint8)
             np.savez(folder / f"{name}.npz", x=x, y=np.where(np.arange(40) < labelled, y, -1))
+        (folder / LATE).mkdir()
+        for k, image in enumerate(x[..., 0]):  # of the last one
+            Image.fromarray(image).save(folder / LATE / f"{k:02}.png")
+
+    def data(self, name):
+        return self.folder / (name if name == LATE else f"{name}.npz")
 
     def key(self, name):
         """Makes a site's key pair; returns its public key as a line."""
@@ -85,7 +93,7 @@ class Deployment:
     def start_node(self, name, known_as=None):
         """Starts a node as `fedhassle federation node` does; that of ROGUE misbehaves when told."""
         config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
-        about = {"site": name, "data": str(self.folder / f"{name}.npz"), "file": str(self.files.agreement)}
+        about = {"site": name, "data": str(self.data(name)), "file": str(self.files.agreement)}
         config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
         key = self.files.site_key(known_as)
         command = processes.supernode_command(self.address, self.files.ca, key, config)
@@ -152,7 +160,7 @@ def simulated(deployment, rounds):
     agreed = read_agreement(deployment.files.agreement)
     images, labels, parts, start = [], [], [], 0
     for name in sorted(SITES):
-        site = read_site(deployment.folder / f"{name}.npz", agreed.data.form)
+        site = read_site(deployment.data(name), agreed.data.form)
         parts.append([rows + start for rows in partition(site.x, site.y, agreed.data.validation)[:2]])
         images.append(site.x)
         labels.append(site.y)
@@ -287,6 +295,37 @@ def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):
     deployment.submit("stopped", rounds=4, minimum=3)
     deployment.finish("stopped")
     assert_close(deployment.folder / "stopped" / "model.safetensors", simulated(deployment, 4))
+
+
+def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deployment):
+    """A wrong label changes nothing; the node says so, and takes the file when it is right."""
+    deployment.orders({})
+    number = deployment.submit("late", rounds=1000, every=1, minimum=3)
+    deployment.until("late", lambda: deployment.events("late", "done"), "a round")
+    log = deployment.folder / f"{LATE}.log"
+    label_late(deployment, "z")
+    deployment.until("late", lambda: "'z' is not one of the classes" in log.read_text(), "the complaint")
+    label_late(deployment, "a")
+    deployment.until("late", lambda: deployment.events("late", "relabelled"), "the new count")
+    (event,) = deployment.events("late", "relabelled")
+    assert (event["site"], event["labelled"] + event["validation"], event["unlabelled"]) == (LATE, 20, 20)
+    last = deployment.events("late", "done")[-1]["round"]
+    deployment.until("late", lambda: deployment.events("late", "done")[-1]["round"] >= last + 2, "two rounds")
+    stop(host.link_of(deployment.files), number)
+    wait_until_free(deployment.folder / "late", LIMIT)
+    assert all(e["contributed"] == sorted(SITES) for e in deployment.events("late", "round"))
+    assert "trained w_S" in log.read_text()
+    lines = small.metrics_of(deployment.folder / "late")
+    assert LATE not in lines[0]["sites"] and lines[-1]["sites"][LATE]["count"] == event["validation"]
+
+
+def label_late(deployment, label):
+    """Labels half of a site's images, ten seconds ago: its node waits until a file no longer changes."""
+    lines = ["file,label", *(f"{k:02}.png,{label if k == 0 else 'abcd'[k % 4]}" for k in range(20))]
+    file, then = deployment.folder / LATE / "labels.csv", time.time() - 10
+    file.with_suffix(".new").write_text("\n".join(lines))
+    os.utime(file.with_suffix(".new"), (then, then))
+    file.with_suffix(".new").replace(file)
 
 
 def test_a_site_expelled_in_mid_round_is_out(deployment):

@@ -12,6 +12,8 @@ from fedhassle.files import json_lines
 
 Event = dict[str, Any]
 
+COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
+
 
 class Audit:
     """A file with one line of JSON per event; lines are only ever appended."""

@@ -35,7 +35,7 @@ from fedhassle.federation.build import (
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
-from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.audit import COUNTED, Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.files import locked, write_text
@@ -170,7 +170,7 @@ def summary_hashes(agreement: Agreement, run: Run) -> dict[str, Any]:
 
 def participation(audit: Audit) -> dict[str, Any]:
     """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
-    joined = {event["site"]: event for event in audit.read() if event["event"] == "joined"}
+    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
     by_round = list(audit.contributors().values())
     sites = {
         name: {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.federation.flower.logs import LogReader
-from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.audit import COUNTED, Audit
 from fedhassle.files import json_lines
 from fedhassle.method import Client
 from fedhassle.runs.folder import Folder
@@ -52,7 +52,7 @@ def followed(
         for line in log.new_lines():
             tell(line)
         for i, event in enumerate(events):
-            if event["event"] == "joined":
+            if event["event"] in COUNTED:
                 known[event["site"]] = Client(event["site"], event["labelled"], event["unlabelled"])
             if i < count:
                 continue

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, agreement_hash
@@ -20,6 +20,7 @@ from fedhassle.federation.messages import (
     RefusedError,
     answered,
     introduction,
+    recounted,
     short,
 )
 from fedhassle.federation.server.audit import Audit
@@ -61,11 +62,13 @@ class Sites:
     ) -> None:
         self.transport, self.rules, self.audit = transport, agreement.rules, audit
         self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
+        self.coarse_counts = agreement.data.coarse_counts
         self.clock = Clock() if clock is None else clock
         self.joined: dict[str, JoinedSite] = {}
         self._asked: dict[str, ConnectedNode] = {}  # by request: nodes that have not introduced themselves
         self._met: dict[ConnectedNode, float] = {}  # nodes that were asked, and the time to ask again
         self._late: dict[str, str] = {}  # by request: sites that have not answered in time
+        self._announced: dict[str, Any] = {}  # by site: the counts that it last announced with new labels
 
     @property
     def free(self) -> dict[str, Introduction]:
@@ -99,6 +102,7 @@ class Sites:
         for name, present in list(self.joined.items()):
             if present.node not in nodes:
                 self._remove(name, GONE)
+        self._count_labels()
         now = self.clock.now()
         self._met = {node: again for node, again in self._met.items() if node in nodes and again > now}
         self._asked = {request: node for request, node in self._asked.items() if node in nodes}
@@ -139,15 +143,31 @@ class Sites:
         client = said.client
         self.joined[client.name] = JoinedSite(node, said)
         log.info(
-            "%s has joined: %d labelled, %d unlabelled, %d for validation",
-            *(client.name, client.labelled, client.unlabelled, said.validation),
+            "%s has joined: %d labelled, %d unlabelled, %d for validation", client.name, *said.counts.values()
         )
-        self.audit.write(
-            "joined",
-            site=client.name,
-            **{"labelled": client.labelled, "unlabelled": client.unlabelled, "validation": said.validation},
-            versions=said.versions,
-        )
+        self.audit.write("joined", site=client.name, **said.counts, versions=said.versions)
+
+    def _count_labels(self) -> None:
+        """Takes over the counts of sites with new labels; those that cannot be are logged, and do not count.
+
+        Between rounds only, so that a round has one set of labels. A site uses its new labels when the
+        server's messages have the new counts.
+        """
+        for name, words in self._announced.items():
+            node, said = self.joined[name]
+            try:
+                new = recounted(said, words, self.coarse_counts)
+            except RefusedError as refused:
+                log.warning("the new labels of %s are not used: %s", name, refused)
+                self.audit.write("failed", site=name, why=f"new labels: {refused}")
+                continue
+            self.joined[name] = JoinedSite(node, new)
+            counts = new.counts
+            log.info(
+                "%s has new labels: %d labelled, %d unlabelled, %d for validation", name, *counts.values()
+            )
+            self.audit.write("relabelled", site=name, **counts)
+        self._announced = {}
 
     def _check(self, node: ConnectedNode, said: Introduction) -> None:
         """Refuses a site whose name, agreement or code is not the expected one."""
@@ -182,6 +202,7 @@ class Sites:
 
     def _remove(self, name: str, why: str) -> None:
         del self.joined[name]
+        self._announced.pop(name, None)
         self._late = {request: site for request, site in self._late.items() if site != name}
         log.info("%s has left: %s", name, why)
         self.audit.write("left", site=name, why=why)
@@ -193,14 +214,17 @@ class Sites:
         words += [f"still busy with an earlier round: {', '.join(late)}"] if late else []
         return "; ".join(words)
 
+    def _request(self, kind: str, name: str, payload: Payload, group: str) -> SiteRequest:
+        """A message to a site, with the counts of its images that the server goes by."""
+        node, said = self.joined[name]
+        told = payload._replace(words={**payload.words, "counts": said.counts})
+        return SiteRequest(node.id, kind, told, group, self.rules.timeout + LIFETIME)
+
     def ask(self, kind: str, payloads: Mapping[str, Payload], group: str) -> Answers:
         """Sends a request to each site and waits for the answers; failures stand for missing ones."""
         names = [name for name in payloads if name in self.joined]
         answers: Answers = {name: Failure("it has left") for name in payloads if name not in self.joined}
-        requests = [
-            SiteRequest(self.joined[name].node.id, kind, payloads[name], group, self.rules.timeout + LIFETIME)
-            for name in names
-        ]
+        requests = [self._request(kind, name, payloads[name], group) for name in names]
         waiting: dict[str, str] = {}
         for name, request in zip(names, self.transport.push(requests), strict=True):
             if request is None:
@@ -213,6 +237,8 @@ class Sites:
             for answer in self.transport.pull(list(waiting)):
                 name = waiting.pop(answer.to)
                 answers[name] = answered(answer.payload, answer.error)
+                if answer.payload is not None and "labels" in answer.payload.words:
+                    self._announced[name] = answer.payload.words["labels"]
             if waiting and self.clock.now() - checked >= CHECK_ONLINE:
                 checked = self.clock.now()
                 for request in self._gone(waiting, absent, checked):

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.data.catalogue import Dataset
+from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import SiteData, read_site
 from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.data.split.split import Split
@@ -38,6 +40,7 @@ from fedhassle.federation.messages import (
     unpacked,
     update_words,
 )
+from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
 from fedhassle.method import Client, Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find, some_of
@@ -102,28 +105,53 @@ class SiteRun(NamedTuple):
     simulator: Simulator
 
 
+class Holding(NamedTuple):
+    """A site's images under one set of labels."""
+
+    dataset: Dataset
+    rows: Partition
+    client: Client
+
+
 class SiteNode:
-    """Answers the server's messages with a site's images; remembers the run that it was last in."""
+    """Answers the server's messages with a site's images; remembers the run that it was last in.
+
+    `new_labels` returns the labels of all images if they have changed since it was last called.
+    """
 
     def __init__(
-        self, name: str, agreement: Agreement, x: np.ndarray, y: np.ndarray, memory: Path, engine: Engine
+        self,
+        name: str,
+        agreement: Agreement,
+        x: np.ndarray,
+        y: np.ndarray,
+        memory: Path,
+        engine: Engine,
+        new_labels: Callable[[], Labels | None] = lambda: None,
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
         require(x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, but {shape} is agreed")
+        self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
+        self.dataset, self.rows, self.client = self._holding(x, y)
+        self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
+        self._new_labels = new_labels
+        self._next: Holding | None = None  # with labels that the server does not count yet
+        self._run: SiteRun | None = None
+
+    def _holding(self, x: np.ndarray, y: Labels) -> Holding:
+        """The site's images with these labels, divided by their use."""
+        agreed = self.agreement.data
         require(
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
             f"expected one label below {len(agreed.class_names)} for each image",
         )
-        self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
-        self.rows = partition(x, y, agreed.validation)
-        self.dataset = dataset_of(agreement, x, y)
-        self.client = Client(name, len(self.rows.labelled), len(self.rows.unlabelled))
-        self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
-        self._run: SiteRun | None = None
+        rows = partition(x, y, agreed.validation)
+        client = Client(self.name, len(rows.labelled), len(rows.unlabelled))
+        return Holding(dataset_of(self.agreement, x, y), rows, client)
 
     def answer(self, kind: str, payload: Payload) -> Payload:
-        """Answers a message; errors become an answer too."""
+        """Answers a message; errors become an answer too, and so do new labels."""
         answers: dict[str, Callable[[Payload], Payload]] = {
             "query": self.introduce,
             "train": self.train,
@@ -131,24 +159,55 @@ class SiteNode:
         }
         try:
             require(kind in answers, f"unknown kind of message {kind!r}")
+            self._notice_labels()
             with self.engine.active():
-                return answers[kind](payload)
+                made = answers[kind](payload)
         except Exception as error:  # tell the server in any case, or it would wait
             known = isinstance(error, UserError)
             log.error("answering a %s message failed: %s", kind, error, exc_info=not known)
             why = str(error) if known else f"{type(error).__name__}: {error}"
-            return failure(why, isinstance(error, LostError))
+            made = failure(why, isinstance(error, LostError))
+        counts = self._counts(self._next or self._now)
+        told = payload.words.get("counts", counts)
+        return made if told == counts else made._replace(words={**made.words, "labels": counts})
+
+    @property
+    def _now(self) -> Holding:
+        return Holding(self.dataset, self.rows, self.client)
+
+    def _notice_labels(self) -> None:
+        """Keeps new labels for the time when the server counts them."""
+        y = self._new_labels()
+        if y is not None:
+            self._next = self._holding(self.dataset.x_train, y)
+            log.info("the labels have changed: %s", self._counts(self._next))
+
+    def _use_labels(self, counts: object) -> None:
+        """Uses the labels that the server counts: new ones as soon as it does, never others than these."""
+        if self._next is not None and counts in (None, self._counts(self._next)):
+            (self.dataset, self.rows, self.client), self._next = self._next, None
+            self._run = None
+            log.info("the new labels are in use")
+        known = counts in (None, self._counts(self._now))
+        require(known, "its labels have changed; it takes part again when the server has counted them")
+
+    def _counts(self, held: Holding) -> dict[str, int]:
+        """The numbers of images that the server may know, coarse if that is agreed."""
+        return {
+            "labelled": self._reported(held.client.labelled),
+            "unlabelled": self._reported(held.client.unlabelled),
+            "validation": self._reported(len(held.rows.validation)),
+        }
 
     def introduce(self, payload: Payload) -> Payload:
         """Reports the site's name and counts; logs the reason if the server refuses it."""
         if "refused" in payload.words:
             log.warning("the server refuses this site: %s", " ".join(str(payload.words["refused"]).split()))
+        self._use_labels(None)
         return Payload(
             {
                 "site": self.name,
-                "labelled": self._reported(self.client.labelled),
-                "unlabelled": self._reported(self.client.unlabelled),
-                "validation": self._reported(len(self.rows.validation)),
+                **self._counts(self._now),
                 "agreed": agreement_hash(self.agreement),
                 "versions": versions() | self.own,
             }
@@ -160,6 +219,7 @@ class SiteNode:
 
     def train(self, payload: Payload) -> Payload:
         """Trains for a round."""
+        self._use_labels(payload.words.get("counts"))
         run, words = self._run_of(payload.words), payload.words
         t, since = count_of(words.get("round"), "round"), count_of(words.get("since"), "since")
         checkpoints = [count_of(n, "checkpoint") for n in words.get("checkpoints", [])]
@@ -185,6 +245,7 @@ class SiteNode:
 
     def evaluate(self, payload: Payload) -> Payload:
         """Evaluates a model on the site's validation images."""
+        self._use_labels(payload.words.get("counts"))
         run, rows = self._run_of(payload.words), self.rows.validation
         require(len(rows) > 0, "this site has no validation images")
         device = self.engine.device
@@ -254,10 +315,13 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     name, data, file, memory = (str(config[key]) for key in CONFIG_KEYS)
     torch.set_num_threads(int(str(config.get("threads", 1))))
     agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
-    site = read_site(Path(data), agreement.data.form, Path(labels) if labels else None)
+    source = LabelSource(Path(data), Path(labels) if labels else None, agreement.data.class_names)
+    before = source.stamp()  # first: the file may change while images are read
+    site = read_site(source.images, agreement.data.form, source.label_file)
     log_problems(site)
     engine = engine_of(agreement, str(config.get("device", "auto")))
-    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine)
+    watch = LabelWatch(source, site.files, before)
+    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine, watch.changed)
 
 
 def log_problems(site: SiteData) -> None:

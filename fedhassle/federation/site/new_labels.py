@@ -1,0 +1,72 @@
+"""Labels that come later: notices a changed label file while a node runs, and reads it as at the start."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedhassle.data.npz import Labels
+from fedhassle.data.site.labels import folder_labels
+from fedhassle.data.site.listing import find_images, find_label_file, printable
+from fedhassle.errors import UserError
+from fedhassle.files import Stamp, stamp
+
+log = logging.getLogger("fedhassle")
+
+SETTLED = 2.0  # seconds without a change after which a file counts as written to its end
+
+
+class LabelSource(NamedTuple):
+    """A site's images, and the file of their labels: given, or the one in the folder."""
+
+    images: Path
+    label_file: Path | None
+    class_names: Sequence[str]
+
+    def stamp(self) -> Stamp:
+        """Returns size and modification time of the label file; zeros if there is none, as for an .npz."""
+        if not self.images.is_dir():
+            return 0, 0
+        file = self.label_file or find_label_file(self.images)
+        return (0, 0) if file is None else stamp(file)
+
+    def read(self) -> dict[str, int]:
+        """Reads the label of each image by its name; logs the rows without an image."""
+        found = find_images(self.images, self.label_file)
+        y, problems = folder_labels(self.images, found, self.class_names, self.label_file)
+        for problem in problems:
+            log.warning("skipped %s: %s", problem.path, problem.what)
+        return dict(zip(map(printable, found.files), y.tolist(), strict=True))
+
+
+class LabelWatch:
+    """Notices when the labels of the images that a node has read change; `seen`: the stamp before that."""
+
+    def __init__(
+        self, source: LabelSource, files: Sequence[str], seen: Stamp, now: Callable[[], float] = time.time
+    ) -> None:
+        self.source, self.files, self.now = source, files, now
+        self._seen = seen
+
+    def changed(self) -> Labels | None:
+        """Returns the labels of all images if the file has changed; None otherwise.
+
+        A file with a mistake is logged, and the labels stay as they are until it changes again.
+        """
+        try:
+            found = self.source.stamp()
+            if found == self._seen or self.now() - found[1] / 1e9 < SETTLED:
+                return None
+            self._seen = found
+            label = self.source.read()
+        except UserError as error:
+            log.warning("the labels have changed and cannot be used, those before stay in use: %s", error)
+            return None
+        if new := label.keys() - set(self.files):
+            log.info("%d images are not used before the node is restarted, such as %s", len(new), min(new))
+        return np.array([label.get(name, -1) for name in self.files], np.int64)

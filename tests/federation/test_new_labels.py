@@ -1,0 +1,219 @@
+"""Labels that come later: a node notices them, the server counts them, and the run goes on."""
+
+import os
+
+import numpy as np
+import pytest
+import small
+from federations import ENGINE, FEW, FakeTransport, Flying, held, terms
+from PIL import Image
+
+from fedhassle.federation.build import run_settings
+from fedhassle.federation.messages import Introduction, Payload, RefusedError, recounted
+from fedhassle.federation.server.coordinate import coordinate
+from fedhassle.federation.server.follow import ReadPosition, followed
+from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
+from fedhassle.federation.site.node import SiteNode
+from fedhassle.files import json_lines
+from fedhassle.method import Client
+from fedhassle.runs.folder import Folder
+
+RUN = """
+        rounds = 4
+        evaluate_every = 1
+        method = {name = "hassle", batch = 8, epochs = 1, residual_steps = 1}
+"""
+AGREED = terms(validation=0.3, run=RUN)
+LATE = "client 3"  # its labels come later
+
+
+# The file
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """A watch on a folder of four images without a label file, and a function that writes the file."""
+    for k in range(4):
+        Image.fromarray(np.full((8, 8), k, np.uint8)).save(tmp_path / f"{k}.png")
+    source = LabelSource(tmp_path, None, ("benign", "malignant"))
+    made, clock = (
+        LabelWatch(source, [f"{k}.png" for k in range(4)], source.stamp(), lambda: 1e6),
+        iter(range(9)),
+    )
+
+    def write(text, when=None):
+        (tmp_path / "labels.csv").write_text(text)
+        os.utime(tmp_path / "labels.csv", (0, 1000 + next(clock) if when is None else when))
+
+    return made, write
+
+
+def test_new_rows_are_noticed_once(watch):
+    made, write = watch
+    assert made.changed() is None
+    write("file,label\n1.png,benign\n")
+    assert made.changed().tolist() == [-1, 0, -1, -1] and made.changed() is None
+    write("file,label\n1.png,benign\n3.png,malignant\n0.png,\n")
+    assert made.changed().tolist() == [-1, 0, -1, 1] and made.changed() is None
+
+
+def test_a_file_that_is_still_being_written_waits(watch):
+    made, write = watch
+    write("file,label\n1.png,benign\n", 1e6 - 1)
+    assert made.changed() is None
+    write("file,label\n1.png,benign\n", 1e6 - 5)
+    assert made.changed().tolist() == [-1, 0, -1, -1]
+
+
+def test_a_mistake_in_the_file_is_logged_once_and_nothing_changes(watch, caplog):
+    made, write = watch
+    write("file,label\n1.png,benine\n")
+    assert made.changed() is None and made.changed() is None
+    assert caplog.text.count("'benine' is not one of the classes") == 1 and "stay in use" in caplog.text
+    write("file,label\n1.png,benign\n")
+    assert made.changed().tolist() == [-1, 0, -1, -1]
+
+
+def test_images_that_come_later_wait_for_a_restart(watch, caplog):
+    made, write = watch
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(made.source.images / "new.png")
+    write("file,label\n1.png,benign\nnew.png,benign\ngone.png,benign\n")
+    with caplog.at_level("INFO", "fedhassle"):
+        assert made.changed().tolist() == [-1, 0, -1, -1]
+    assert "1 images are not used" in caplog.text and "gone.png" in caplog.text
+
+
+def test_an_npz_has_its_labels_for_good(tmp_path):
+    np.savez(tmp_path / "site.npz", x=np.zeros((2, 8, 8), np.uint8), y=[0, 1])
+    source = LabelSource(tmp_path / "site.npz", None, ("a", "b"))
+    assert LabelWatch(source, ["site.npz[0]", "site.npz[1]"], source.stamp()).changed() is None
+
+
+# The counts
+
+
+SAID = Introduction(Client("north", 40, 50), 10, "abc", {})
+
+
+def counts(labelled, unlabelled, validation):
+    return {"labelled": labelled, "unlabelled": unlabelled, "validation": validation}
+
+
+def test_labels_move_images_from_one_use_to_another():
+    new = recounted(SAID, counts(80, 5, 15), False)
+    assert new.client == Client("north", 80, 5) and new.validation == 15
+    assert new._replace(client=SAID.client, validation=10) == SAID
+    assert recounted(SAID, counts(0, 100, 0), False).client == Client("north", 0, 100)  # a site may withdraw
+    assert recounted(SAID, counts(128, 0, 64), True).client == Client("north", 128, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "coarse", "why"),
+    [
+        (counts(10**12, 0, 0), False, "joined with 100 images, and with its new labels it counts 1,000,000"),
+        (counts(50, 41, 10), False, "joined with 100 images"),
+        (counts(40, 49, 10), False, "must be restarted"),
+        (counts(128, 64, 16), True, "joined with 100 images"),
+        (counts(-1, 91, 10), False, "count of labelled samples is -1"),
+        (counts(True, 89, 10), False, "count of labelled samples is True"),
+        ({"labelled": 100}, False, "its new counts are"),
+        ([40, 50, 10], False, "its new counts are"),
+    ],
+)
+def test_new_labels_cannot_bring_new_images(words, coarse, why):
+    with pytest.raises(RefusedError, match=why):
+        recounted(SAID, words, coarse)
+
+
+# A run
+
+
+def nodes(folder, new=None, agreed=AGREED):
+    """Three sites; the last has no labels until `new`, a list, holds them."""
+    made, truth = {}, held(small.dataset(), FEW)
+    for name, (x, y) in truth.items():
+        late, source = name == LATE, (lambda: new.pop() if new else None)
+        known = np.full_like(y, -1) if late else y
+        made[name] = SiteNode(name, agreed, x, known, folder / name, ENGINE, source if late else lambda: None)
+    return made, truth[LATE][1]
+
+
+def test_new_labels_are_counted_between_rounds_and_the_run_goes_on(tmp_path):
+    """Server and site go by the same counts in each round: the old in round 2, the new in round 3."""
+    new = []
+    sites, y = nodes(tmp_path / "sites", new)
+    transport, folder = FakeTransport({k: node.answer for k, node in sites.items()}), Folder(tmp_path / "run")
+    before = len(y)
+    steps = []
+    for step in coordinate(transport, AGREED, folder.path, None, Flying().clock):
+        steps.append(step)
+        if step.t == 1:
+            new.append(y)
+    assert [len(step.clients) for step in steps] == [3] * 4
+    clients = [next(client for client in step.clients if client.name == LATE) for step in steps]
+    site = sites[LATE]
+    now = Client(LATE, len(site.rows.labelled), len(site.rows.unlabelled))
+    assert clients == [Client(LATE, 0, before)] * 2 + [now] * 2 and now.labelled
+    trained = {
+        request.payload.words["round"]: request.payload.words["counts"]["labelled"]
+        for request in transport.requests
+        if request.kind == "train" and request.node == transport.ids[LATE]
+    }
+    assert trained == {1: 0, 2: 0, 3: now.labelled, 4: now.labelled}
+    (event,) = [e for e in json_lines(folder.audit) if e["event"] == "relabelled"]
+    after = counts(now.labelled, now.unlabelled, len(site.rows.validation))
+    assert {key: event[key] for key in after} == after and event["site"] == LATE
+    assert sum(after.values()) == before
+    assert list(followed(folder, ReadPosition(), lambda: True)) == steps
+    assert small.summary_of(folder.path)["sites"][LATE]["labelled"] == now.labelled
+    last = small.metrics_of(folder.path)[-1]["sites"]
+    assert (LATE in last) == bool(after["validation"])
+
+
+def test_a_site_trains_with_new_labels_as_one_that_started_with_them(tmp_path):
+    """The same message gives the same bits, after the change and at a site that began with these labels."""
+    new, agreed = [], terms(validation=0.3, run='method = {name = "fedavg", batch = 8, epochs = 1}')
+    (sites, y), (x, _) = nodes(tmp_path / "a", new, agreed), held(small.dataset(), FEW)[LATE]
+    changed, fresh = sites[LATE], SiteNode(LATE, agreed, x, y, tmp_path / "b", ENGINE)
+    introduced = changed.answer("query", Payload({})).words
+    new.append(y)
+    told = changed.answer("evaluate", Payload({"counts": counts(0, len(y), 0)})).words["labels"]
+    expected = fresh.answer("query", Payload({})).words
+    assert told == {key: expected[key] for key in told} and introduced["labelled"] == 0
+    method = run_settings(agreed).method.model_dump()
+    plan = {"run": "abc", "method": method, "net": "small:ConvNet", "seed": 0, "round": 1, "since": 0}
+    start = small.net().initial(0).numpy()
+    message = Payload({**plan, "counts": told}, {"whole w": start})
+    mine, other = (node.answer("train", message) for node in (changed, fresh))
+    assert mine.words == other.words and "labels" not in mine.words and mine.arrays.keys() == {"whole w"}
+    assert (mine.arrays["whole w"] == other.arrays["whole w"]).all()
+
+
+def test_counts_that_a_site_invents_are_refused_and_the_run_goes_on(tmp_path):
+    sites, y = nodes(tmp_path / "sites")
+    transport, folder = FakeTransport({k: node.answer for k, node in sites.items()}), Folder(tmp_path / "run")
+    transport.behaviour[LATE, "train"] = lambda answer, payload: (said := answer(payload))._replace(
+        words={**said.words, "labels": counts(10**12, 0, 0)}
+    )
+    steps = list(coordinate(transport, AGREED, folder.path, None, Flying().clock))
+    assert {client for step in steps for client in step.clients if client.name == LATE} == {
+        Client(LATE, 0, len(y))
+    }
+    failed = [e for e in json_lines(folder.audit) if e["event"] == "failed"]
+    assert failed and all("new labels: it joined with" in event["why"] for event in failed)
+
+
+def test_a_worker_restarted_with_new_labels_announces_them(tmp_path):
+    """Its node stays connected, so that nobody asks it to introduce itself: it sits out one round."""
+    sites, y = nodes(tmp_path / "sites")
+    transport, folder = FakeTransport({k: node.answer for k, node in sites.items()}), Folder(tmp_path / "run")
+    steps = []
+    for step in coordinate(transport, AGREED, folder.path, None, Flying().clock):
+        steps.append(step)
+        if step.t == 1:
+            x = sites[LATE].dataset.x_train
+            transport.sites[LATE] = SiteNode(LATE, AGREED, x, y, tmp_path / "again", ENGINE).answer
+    names = [{client.name for client in step.clients} for step in steps]
+    assert [LATE in names_of for names_of in names] == [True, False, True, True]
+    (failed, *_) = [e for e in json_lines(folder.audit) if e["event"] == "failed"]
+    assert failed["why"].startswith("its labels have changed") and failed["round"] == 2
