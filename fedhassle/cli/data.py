@@ -11,16 +11,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhassle.cli.options import DataDir, Labels
+from fedhassle.cli.options import DataDir, Labels, Patients
 from fedhassle.errors import require
 from fedhassle.names import counted
 from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
+    from fedhassle.data.site.identical import Identical
     from fedhassle.data.site.listing import Problem
     from fedhassle.data.site.survey import Survey
 
 FEW = 10  # problems and sizes shown by default
+SHOWN_OF_A_SET = 4  # identical images named by default
 
 console = Console()
 
@@ -34,6 +36,7 @@ def check(
         ),
     ] = None,
     labels: Labels = None,
+    patients: Patients = None,
     picture: Annotated[Path, typer.Option(help="Picture of examples to write (.png).")] = Path("check.png"),
     show_all: Annotated[
         bool, typer.Option("--all", help="List every file with a problem (default: the first 10).")
@@ -41,12 +44,14 @@ def check(
 ) -> None:
     """Check a site's images and labels.
 
-    Counts the images per class, lists problems by file, and draws examples. FOLDER holds images (png jpg webp
-    tif bmp gif pgm ppm, also in subfolders) and labels.csv with the columns file and label, where a blank
-    label means unlabelled; or a subfolder per class and one named unlabelled. It may also be an .npz file
-    with x and y, where -1 means unlabelled. Nothing leaves this machine.
+    Counts the images and patients per class, lists problems and identical images by file, and draws examples.
+    FOLDER holds images (png jpg webp tif bmp gif pgm ppm, also in subfolders) and labels.csv with the columns
+    file and label, where a blank label means unlabelled, and patient, if known; or a subfolder per class and
+    one named unlabelled. It may also be an .npz file with x and y, where -1 means unlabelled. Nothing leaves
+    this machine.
     """
     from fedhassle.data.site.contact_sheet import FORMATS, draw_examples
+    from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients
     from fedhassle.data.site.survey import survey
     from fedhassle.files import check_picture
 
@@ -58,8 +63,10 @@ def check(
         form = read_agreement(agreement).data.form
     inside = folder.is_dir() and picture.resolve().is_relative_to(folder.resolve())
     require(not inside, f"{picture} would become one of the images in {folder}: choose another --picture")
+    require(form is None or patients is None, "the agreement says how patients are known: omit --patients")
+    rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
     with progress_bar(console) as progress:
-        found = survey(folder, form, labels, progress)
+        found = survey(folder, form, labels, progress, rule)
     show_survey(found, None if show_all else FEW, console)
     draw_examples(found.site, found.class_names, picture)
     say(console, f"picture  {picture}")
@@ -68,16 +75,33 @@ def check(
 def show_survey(found: Survey, most: int | None, on: Console) -> None:
     """Prints the tables and lists of a survey; `most` limits the length of lists."""
     total, labelled = len(found.site.y), sum(found.counts)
-    say(on, f"{counted(total, 'image')}, {labelled:,} labelled ({labelled / total:.0%})")
+    people = "" if found.patients is None else f", {counted(found.patients.all, 'patient')}"
+    say(on, f"{counted(total, 'image')}, {labelled:,} labelled ({labelled / total:.0%}){people}")
     on.print(counts_table(found))
     for what, counts in (("formats", found.formats), ("modes", found.modes)):
         say(on, f"{what:8} {', '.join(f'{name} {count:,}' for name, count in counts)}")
     say(on, f"sizes    {sizes_line(found.sizes)}")
     show_problems(found.skipped, found.converted, most, on)
+    show_identical(found.identical, most, on)
     for note in found.notes:
         say(on, f"note: {note}")
-    if not found.converted and not found.skipped and not found.notes:
+    if not found.converted and not found.skipped and not found.notes and not found.identical:
         say(on, "no problems")
+
+
+def show_identical(found: Sequence[Identical], most: int | None, on: Console) -> None:
+    """Lists the identical images: first those with contradicting labels, then those of several patients."""
+    kinds = {
+        "identical images with contradicting labels": [one for one in found if one.contradicting],
+        "identical images of several patients": [one for one in found if one.several_patients],
+        "identical images": [one for one in found if not one.contradicting and not one.several_patients],
+    }
+    for what, sets in kinds.items():
+        if sets:
+            say(on, f"{what}: {counted(len(sets), 'set')}")
+            lines = [" = ".join(shortened(one.files, most and SHOWN_OF_A_SET)) for one in sets]
+            for line in shortened(lines, most):
+                say(on, f"  {line}")
 
 
 def show_problems(
@@ -98,13 +122,16 @@ def show_problems(
 
 
 def counts_table(found: Survey) -> Table:
-    """Returns a table of the labelled images per class, and the unlabelled ones."""
-    table = Table()
+    """Returns a table of the labelled images and patients per class, and the unlabelled ones."""
+    table, people = Table(), found.patients
     table.add_column("class", overflow="fold")
-    table.add_column("images", justify="right")
-    for name, count in zip(found.class_names, found.counts, strict=True):
-        table.add_row(escape(name), f"{count:,}")
-    table.add_row("unlabelled", f"{found.unlabelled:,}", style="dim")
+    for column in ("images",) if people is None else ("images", "patients"):
+        table.add_column(column, justify="right")
+    by_class = [()] * len(found.counts) if people is None else [(f"{n:,}",) for n in people.by_class]
+    for name, count, patients in zip(found.class_names, found.counts, by_class, strict=True):
+        table.add_row(escape(name), f"{count:,}", *patients)
+    last = () if people is None else (f"{people.unlabelled:,}",)
+    table.add_row("unlabelled", f"{found.unlabelled:,}", *last, style="dim")
     return table
 
 

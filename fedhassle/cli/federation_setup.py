@@ -15,7 +15,7 @@ from rich.console import Console
 from fedhassle import terminal
 from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.data import FEW, show_survey
-from fedhassle.cli.options import Labels
+from fedhassle.cli.options import Labels, Patients
 from fedhassle.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ AgreementHash = Annotated[
     str | None, typer.Option("--hash", help="Hash that the coordinator told you (default: not checked).")
 ]
 FOLDER = Path("federation")
+NO_PATIENTS = (
+    "if a patient has several images, choose --patients: sites would validate on patients they train on"
+)
 
 
 def require_flower() -> None:
@@ -78,6 +81,7 @@ def init(
     crop: Annotated[
         int | None, typer.Option(help="Pixels to shift images by, at most (default: 1/8 of the side).")
     ] = None,
+    patients: Patients = None,
     also: Annotated[
         list[str] | None, typer.Option(help="Another address in the server's certificate (default: none).")
     ] = None,
@@ -96,12 +100,15 @@ def init(
 
     terms = chosen_terms(classes, like, from_folder, labels, size, channels)
     terms = replace(
-        terms, flip=terms.flip if flip is None else flip, crop=terms.crop if crop is None else crop
+        terms,
+        flip=terms.flip if flip is None else flip,
+        crop=terms.crop if crop is None else crop,
+        patients=terms.patients if patients is None else patients,
     )
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
     made = create_federation(agreement, out, also or [])
     say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
-    for doubt in suspicious_names(terms.class_names):
+    for doubt in (*suspicious_names(terms.class_names), *([] if terms.patients else [NO_PATIENTS])):
         say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
     say(f"for nobody else  {made.private}")

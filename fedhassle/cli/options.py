@@ -25,6 +25,14 @@ DataDir = Annotated[
     typer.Option(help="Folder of the named data sets (default: $FEDHASSLE_DATA, or the cache folder)."),
 ]
 Labels = Annotated[Path | None, typer.Option(help="Label file (default: labels.csv beside the images).")]
+Patients = Annotated[
+    str | None,
+    typer.Option(
+        metavar="column|folder N|name PATTERN|dicom",
+        help="How the patient of an image is known: the column patient of labels.csv, the N-th folder of its "
+        "path, its file name such as 'name {patient}_*', or PatientID of DICOM (default: not at all).",
+    ),
+]
 Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
 Ray = Annotated[

@@ -26,6 +26,7 @@ SLICE = 1000  # images that are converted at once
 # Names of images and labels for training and for testing; the first pair that a file has counts.
 TRAINING = (("x", "y"), ("x_train", "y_train"))
 TEST = (("x_test", "y_test"), ("x", "y"))
+PATIENTS = ("patient", "group")  # the first that a file has names the patient of each image
 
 
 class NpzData(NamedTuple):
@@ -77,6 +78,17 @@ def read_labelled(path: Path, pairs: Sequence[tuple[str, str]]) -> LabelledImage
     x, y = _pair(found, of_x, of_y, path, lowest=-1)
     named = "class_names" in found
     return LabelledImages(x, y, class_names(found, found["class_names"].size, path) if named else None)
+
+
+def read_patients(path: Path, count: int) -> list[str] | None:
+    """Reads the patient of each image, as text; None if the file names none."""
+    found = stored_arrays(path, PATIENTS)
+    for name in (name for name in PATIENTS if name in found):
+        if found[name].shape != (count,) or found[name].dtype.kind not in "Uiu":
+            about = f"{found[name].dtype} of shape {found[name].shape}"
+            raise UserError(f"{path}: {name} is {about}; expected {count} texts or whole numbers")
+        return [str(patient) for patient in found[name].tolist()]
+    return None
 
 
 def _pair(

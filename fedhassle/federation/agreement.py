@@ -31,6 +31,7 @@ from pydantic_core import ErrorDetails
 from fedhassle.data.npz import CHANNELS, LARGEST_SIDE
 from fedhassle.data.site.folder import ImageForm
 from fedhassle.data.site.labels import UNLABELLED, nfc
+from fedhassle.data.site.patients import parsed_patients
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.names import brief, class_name, nearest, some_lines
@@ -104,6 +105,11 @@ def _checked_channels(channels: int) -> int:
     return channels
 
 
+def _checked_patients(text: str) -> str:
+    parsed_patients(text)
+    return text
+
+
 def _checked_data(data: DataTerms) -> DataTerms:
     for key, values in (("mean", data.mean), ("std", data.std)):
         fits = len(values) == data.channels
@@ -143,11 +149,18 @@ class DataTerms:
     crop: Annotated[StrictInt, Field(ge=0)]  # weak augmentation: random crop after padding by so many pixels
     validation: Annotated[Number, Field(ge=0, lt=1)] = 0.1  # share of labelled images never trained on
     coarse_counts: StrictBool = False  # sites report their numbers of images as powers of two
+    # How sites know their patients: column, folder N, name PATTERN or dicom; None: they do not.
+    patients: Annotated[StrictStr, AfterValidator(_checked_patients)] | None = None
 
     @property
     def form(self) -> ImageForm:
         """The form that a site's images are converted to."""
-        return ImageForm(self.class_names, self.height, self.width, self.channels)
+        rule = None if self.patients is None else parsed_patients(self.patients)
+        return ImageForm(self.class_names, self.height, self.width, self.channels, rule)
+
+    def said(self) -> dict[str, Any]:
+        """The terms that are not left open, as [data] holds them: TOML has no None."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,7 @@ def write_agreement(agreement: Agreement, path: Path) -> None:
 
 def to_toml(agreement: Agreement) -> dict[str, Any]:
     """The content of the file."""
-    return {"format": FORMAT, **asdict(agreement)}
+    return {"format": FORMAT, **asdict(agreement), "data": agreement.data.said()}
 
 
 def checked_agreement(content: Mapping[str, Any], where: str) -> Agreement:
@@ -244,7 +257,7 @@ def agreement_hash(agreement: Agreement) -> str:
     """
     run = expanded(dict(agreement.run))
     shared = {key: value for key, value in run.items() if key not in SERVERS_OWN}
-    content = {"format": FORMAT, "name": agreement.name, "data": asdict(agreement.data), "run": shared}
+    content = {"format": FORMAT, "name": agreement.name, "data": agreement.data.said(), "run": shared}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -202,6 +202,7 @@ def test_the_hash_covers_what_sites_must_share():
         {"crop": 5},
         {"validation": 0.2},
         {"coarse_counts": True},
+        {"patients": "column"},
     ]
     others = [replace(AGREEMENT, data=replace(TERMS, **change)) for change in terms]
     others += [replace(AGREEMENT, name="other"), replace(AGREEMENT, run={"method": "hassle"})]

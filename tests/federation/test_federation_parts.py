@@ -52,7 +52,7 @@ from fedhassle.federation.setup.admission import admit_site
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import fingerprint, make_site_key, read_public_key
 from fedhassle.federation.site import supernode
-from fedhassle.federation.site.node import partition, site_node
+from fedhassle.federation.site.node import site_node
 from fedhassle.federation.site.supervise import CANNOT_WORK
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -173,46 +173,6 @@ def test_a_line_of_the_audit_log_is_on_disk_before_the_run_continues(tmp_path, m
     monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, path.read_bytes())))
     Audit(path).write("finished")
     assert synced == [(path.stat().st_ino, path.read_bytes())] and path.read_bytes().endswith(b"\n")
-
-
-# Validation
-
-
-def images(count, seed=0):
-    return np.random.default_rng(seed).integers(0, 255, (count, 4, 4, 1)).astype(np.uint8)
-
-
-def test_the_validation_rows_are_about_their_share_and_disjoint_from_the_rest():
-    x, y = images(2000), np.arange(2000) % 5 - 1  # a fifth is unlabelled
-    parts = partition(x, y, 0.1)
-    assert 120 < len(parts.validation) < 200  # 160 of 1600 labelled: three standard deviations are 36
-    assert sorted(np.concatenate(parts)) == list(range(2000))
-    assert (y[parts.unlabelled] == -1).all() and (y[parts.validation] >= 0).all()
-
-
-def test_a_validation_image_stays_one_when_others_are_added_or_sorted():
-    x, y = images(300), np.zeros(300, np.int64)
-    chosen = {x[row].tobytes() for row in partition(x, y, 0.2).validation}
-    more = np.concatenate([images(200, seed=1), x[::-1]])
-    then = {more[row].tobytes() for row in partition(more, np.zeros(500, np.int64), 0.2).validation}
-    assert chosen <= then
-
-
-def test_equal_images_have_equal_uses():
-    x = np.repeat(images(50), 3, axis=0)
-    parts = partition(x, np.zeros(150, np.int64), 0.3)
-    assert not {x[r].tobytes() for r in parts.validation} & {x[r].tobytes() for r in parts.labelled}
-
-
-@pytest.mark.parametrize(("count", "held"), [(0, 0), (1, 0), (2, 1), (3, 1)])
-def test_few_labels_keep_one_for_validation_and_one_to_train_on(count, held):
-    for seed in range(20):
-        parts = partition(images(count, seed), np.zeros(count, np.int64), 0.001)
-        assert (len(parts.validation), len(parts.labelled)) == (held, count - held)
-
-
-def test_without_a_share_no_image_is_for_validation():
-    assert not len(partition(images(50), np.zeros(50, np.int64), 0.0).validation)
 
 
 # Patches of Flower

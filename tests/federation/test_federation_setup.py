@@ -145,7 +145,10 @@ def test_init_notes_classes_that_may_be_none(tmp_path):
     (tmp_path / "images" / "labels.csv").write_text("file,label\n0.png,cat\n1.png,Cat\n2.png,N/A\n")
     code, out, _ = init(tmp_path / "a", "--from-folder", tmp_path / "images")
     assert code == 0 and "note: looks like a missing label: 'N/A'" in out and "'Cat' and 'cat' differ" in out
-    assert "note: " not in init(tmp_path / "b", "--classes", "cat,dog", "--size", "16")[1]
+    words = ("--classes", "cat,dog", "--size", "16")
+    assert "note: if a patient has several images, choose --patients" in init(tmp_path / "b", *words)[1]
+    assert "note: " not in init(tmp_path / "c", *words, "--patients", "folder 2")[1]
+    assert read_agreement(tmp_path / "c").data.patients == "folder 2"
 
 
 CLASSES = ("--classes", "a,b", "--size", "8")

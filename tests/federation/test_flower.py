@@ -18,6 +18,7 @@ from PIL import Image
 
 import fedhassle
 from fedhassle.data.site.folder import read_site
+from fedhassle.data.site.validation import partition
 from fedhassle.data.split.split import Split
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
@@ -30,7 +31,6 @@ from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
 from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
-from fedhassle.federation.site.node import partition
 from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
 from fedhassle.settings.build import build_method, build_net

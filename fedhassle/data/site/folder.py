@@ -23,7 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -33,12 +33,28 @@ import numpy as np
 from fedhassle.data import npz
 from fedhassle.data.npz import CHANNELS, Images, Labels
 from fedhassle.data.site.labels import folder_classes, folder_labels, ignored_labels, renumbered
-from fedhassle.data.site.listing import LABEL_FILE, Problem, find_images, first_of, printable
+from fedhassle.data.site.listing import (
+    LABEL_FILE,
+    Problem,
+    find_images,
+    find_label_file,
+    first_of,
+    printable,
+)
+from fedhassle.data.site.patients import (
+    PatientRule,
+    Patients,
+    folder_patients,
+    has_column,
+    known_patients,
+    numbered,
+)
 from fedhassle.data.site.pictures import FileInfo, UnusableError, fitted, read_picture
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 
 THREADS = 4  # decoders release Python's lock
+NOT_ASKED_FOR = "patients are named but not asked for: agree on patients under [data] in federation.toml"
 
 Progress = Callable[[int, int], None]  # images done, all images
 T = TypeVar("T")
@@ -53,6 +69,7 @@ class ImageForm:
     height: int
     width: int
     channels: int
+    patients: PatientRule | None = None  # None: patients are not asked for
 
     def __post_init__(self) -> None:
         require(self.channels in CHANNELS, f"an image has 1 or 3 channels, got {self.channels}")
@@ -71,7 +88,8 @@ class SiteData:
     file_infos: Mapping[
         FileInfo, int
     ]  # formats, modes and sizes of the files, with the number of images of each
-    notes: tuple[str, ...] = ()  # on labels that are ignored
+    notes: tuple[str, ...] = ()  # on labels and patients that are ignored
+    patients: Patients | None = None  # (N,), 0 = unknown; None: no patient is known
 
 
 def read_site(
@@ -81,17 +99,23 @@ def read_site(
     progress: Progress | None = None,
     threads: int = THREADS,
     labelled_only: bool = False,
+    secret: bytes = b"",
 ) -> SiteData:
     """Reads a site's images and labels by the rules above, and its pictures by those of `site.pictures`.
 
     Labels are checked before the first image is decoded. Memory holds all pixels, and one decoded image per
     thread. A site without any usable image is an error. `labelled_only` skips images without a label unread.
+    `secret` is the key of the hashes that stand for patients.
     """
     if _is_npz(path):
         require(labels is None, f"{path} has labels of its own: leave {labels} out")
         x, y, theirs = npz.read_labelled(path, npz.TRAINING)
         y = renumbered(y, theirs, wanted.class_names, str(path))
-        return site_of_arrays(x, y, path.name, wanted, labelled_only)
+        names = npz.read_patients(path, len(y))
+        if names is not None and labelled_only:
+            names = [name for name, label in zip(names, y, strict=True) if label >= 0]
+        site = site_of_arrays(x, y, path.name, wanted, labelled_only)
+        return with_patients(site, path, wanted.patients, names, secret)
     images = find_images(path, labels)
     y, problems = folder_labels(path, images, wanted.class_names, labels)
     advice = f"save it as {LABEL_FILE}" + ", or name one with --labels" * (not labelled_only)
@@ -99,6 +123,12 @@ def read_site(
     if labelled_only:
         chosen = _labelled(y, str(path), notes)
         y, images = y[chosen], images._replace(files=tuple(images.files[k] for k in chosen))
+    patients = None
+    if wanted.patients is not None:
+        found = folder_patients(wanted.patients, images, labels, secret)
+        patients = known_patients(wanted.patients, found, y, images.files, str(path))
+    elif has_column(labels or find_label_file(images.folder)):
+        notes += (NOT_ASKED_FOR,)
     x = _empty_images(len(images.files), wanted)
     work = partial(_read_into, x, images.folder, images.files, wanted)
     read = map_on_threads(work, range(len(images.files)), threads, progress)
@@ -113,7 +143,18 @@ def read_site(
     require(bool(kept), f"{path} holds no image that can be read{first_of(problems)}")
     infos = Counter(one.info for one in read if one.info is not None)
     files = tuple(printable(images.files[k]) for k in kept)
-    return SiteData(x[: len(kept)], y[kept], files, tuple(problems), infos, notes)
+    patients = None if patients is None else patients[kept]
+    return SiteData(x[: len(kept)], y[kept], files, tuple(problems), infos, notes, patients)
+
+
+def with_patients(
+    site: SiteData, path: Path, rule: PatientRule | None, names: Sequence[str] | None, secret: bytes
+) -> SiteData:
+    """Returns the data of an .npz with the patients that it names, if these are asked for."""
+    if rule is None:
+        return site if names is None else replace(site, notes=(*site.notes, NOT_ASKED_FOR))
+    found = numbered(names or [""] * len(site.y), secret)
+    return replace(site, patients=known_patients(rule, found, site.y, site.files, str(path)))
 
 
 def site_of_arrays(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 
 from fedhassle.data.csv_files import read_columns
-from fedhassle.data.npz import Labels
+from fedhassle.data.npz import PATIENTS, Labels
 from fedhassle.data.site.listing import LABEL_FILE, ImageFiles, Problem, find_label_file, is_ignored
 from fedhassle.errors import UserError, require
 from fedhassle.names import class_name, counted, escaped, nearest, some_of
@@ -28,6 +28,7 @@ class LabelRow(NamedTuple):
     number: int  # as a spreadsheet counts: the header is 1
     file: str
     label: str
+    patient: str | None = None  # None: the file has no such column
 
 
 # The labels of a folder
@@ -92,14 +93,10 @@ def _differs(top: str | None, label: int, numbers: Mapping[str, int]) -> bool:
 def _labels_by_rows(
     rows: Sequence[LabelRow], file: Path, files: Sequence[str], class_names: Sequence[str]
 ) -> tuple[Labels, list[Problem]]:
-    places = {nfc(name): k for k, name in enumerate(files)}
     numbers = row_classes(rows, class_names, file)
     y = np.full(len(files), -1, np.int64)
     problems, named = [], dict[int, LabelRow]()
-    for row in rows:
-        where = f"{file}: row {row.number} ({escaped(row.file)}):"
-        name = _path_in_folder(row.file, where)
-        place = places.get(nfc(row.file), places.get(nfc(name)))
+    for row, place in row_places(rows, file, files):
         if place is None:
             what = f"listed in row {row.number} of {file.name}, but the image does not exist"
             problems.append(Problem(escaped(row.file), what, "skipped"))
@@ -107,7 +104,8 @@ def _labels_by_rows(
         before = named.setdefault(place, row)
         if numbers[before.number] != numbers[row.number]:
             raise UserError(
-                f"{where} the label {row.label!r} contradicts row {before.number} ({before.label!r})"
+                f"{_row_of(row, file)} the label {row.label!r} contradicts row {before.number} "
+                f"({before.label!r})"
             )
         y[place] = numbers[row.number]
     if rows and not named:
@@ -117,6 +115,21 @@ def _labels_by_rows(
             "folder, with its suffix"
         )
     return y, problems
+
+
+def row_places(
+    rows: Sequence[LabelRow], file: Path, files: Sequence[str]
+) -> Iterator[tuple[LabelRow, int | None]]:
+    """Yields each row with the place of its image among the files, or None if there is no such image."""
+    places = {nfc(name): k for k, name in enumerate(files)}
+    for row in rows:
+        name = _path_in_folder(row.file, _row_of(row, file))
+        yield row, places.get(nfc(row.file), places.get(nfc(name)))
+
+
+def _row_of(row: LabelRow, file: Path) -> str:
+    """Returns the start of an error about a row."""
+    return f"{file}: row {row.number} ({escaped(row.file)}):"
 
 
 def _path_in_folder(name: str, where: str) -> str:
@@ -183,7 +196,7 @@ def class_number(label: str, numbers: Mapping[str, int], where: str) -> int:
 def find_class_number(label: str, numbers: Mapping[str, int]) -> int | None:
     """Returns the number of a class, or None; `3.0` is class 3: pandas writes this in columns with blanks."""
     text = nfc(label)
-    return numbers.get(text, numbers.get(_without_decimals(text)))
+    return numbers.get(text, numbers.get(without_decimals(text)))
 
 
 def row_classes(rows: Sequence[LabelRow], class_names: Sequence[str], file: Path) -> dict[int, int]:
@@ -215,7 +228,7 @@ def suspicious_names(class_names: Sequence[str]) -> list[str]:
     missing = [name for name in class_names if name.strip().lower() in MISSING]
     alike: dict[str, list[str]] = {}
     for name in class_names:
-        alike.setdefault(_without_decimals(nfc(name)).casefold(), []).append(name)
+        alike.setdefault(without_decimals(nfc(name)).casefold(), []).append(name)
     found = [
         f"{' and '.join(map(repr, names))} differ only in capitals or “.0”: are they one class?"
         for names in alike.values()
@@ -240,7 +253,7 @@ def renumbered(y: Labels, theirs: Sequence[str] | None, ours: Sequence[str], whe
     return np.array([*meaning, -1], np.int64)[y]  # −1 is the last
 
 
-def _without_decimals(name: str) -> str:
+def without_decimals(name: str) -> str:
     """Removes `.0` from a whole number."""
     return re.sub(r"\A(-?\d+)\.0+\Z", r"\1", name)
 
@@ -249,9 +262,10 @@ def _without_decimals(name: str) -> str:
 
 
 def read_labels(path: Path) -> list[LabelRow]:
-    """Reads a label file with the columns `file` and `label`."""
-    found = []
-    for number, (file, label) in read_columns(path, COLUMNS).rows:
+    """Reads a label file with the columns `file` and `label`, and perhaps `patient`."""
+    found, columns = [], read_columns(path, COLUMNS, PATIENTS)
+    for number, (file, label, *patient) in columns.rows:
         require(bool(file), f"{path}: row {number} has the label {label!r} but names no file")
-        found.append(LabelRow(number, file, class_name(label, f"{path}: row {number}: ")))
+        name = class_name(label, f"{path}: row {number}: ")
+        found.append(LabelRow(number, file, name, patient[0] if patient else None))
     return found

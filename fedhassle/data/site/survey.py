@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import ImageForm, Progress, SiteData, read_site, site_classes
+from fedhassle.data.site.identical import Identical, identical_images
 from fedhassle.data.site.labels import suspicious_names
 from fedhassle.data.site.listing import Problem
+from fedhassle.data.site.patients import UNKNOWN, WHAT_IS_THERE, PatientRule, Patients, count_patients
 from fedhassle.data.site.pictures import TO_FIT
 
 DEFAULT_SIDE = 64  # pixels, if no size is agreed
@@ -31,6 +35,18 @@ class Survey(NamedTuple):
     skipped: tuple[Problem, ...]
     converted: tuple[tuple[str, tuple[str, ...]], ...]  # conversions and their files
     notes: tuple[str, ...]  # other problems
+    identical: tuple[Identical, ...]
+    patients: PatientCounts | None = None  # None: no patient is known
+
+
+class PatientCounts(NamedTuple):
+    """Numbers of patients."""
+
+    all: int
+    by_class: tuple[int, ...]  # with labelled images of the class
+    unlabelled: int  # with images without a label
+    largest: int  # images of the patient who has most
+    unknown: int  # images whose patient is unknown
 
 
 def survey(
@@ -38,13 +54,14 @@ def survey(
     form: ImageForm | None,
     labels: Path | None = None,
     progress: Progress | None = None,
+    rule: PatientRule = WHAT_IS_THERE,
 ) -> Survey:
     """Reads a site and counts its data; without an agreed form, by the classes in the data itself.
 
-    In that case, changes of size and colours do not count as conversions.
+    In that case, changes of size and colours do not count as conversions, and `rule` is for patients.
     """
-    wanted = form or ImageForm(site_classes(path, labels), DEFAULT_SIDE, DEFAULT_SIDE, 3)
-    site = read_site(path, wanted, labels, progress)
+    wanted = form or ImageForm(site_classes(path, labels), DEFAULT_SIDE, DEFAULT_SIDE, 3, rule)
+    site = read_site(path, wanted, labels, progress, secret=secrets.token_bytes(32))
     counts = np.bincount(site.y[site.y >= 0], minlength=len(wanted.class_names))
     formats, modes, sizes = Counter[str](), Counter[str](), Counter[tuple[int, int]]()
     for info, count in site.file_infos.items():
@@ -62,6 +79,21 @@ def survey(
         skipped(site.problems),
         conversions(site.problems, leave_out=() if form else TO_FIT),
         (*site.notes, *suspicious_names(wanted.class_names)),
+        identical_images(site, wanted.class_names),
+        None if site.patients is None else patient_counts(site.patients, site.y, len(wanted.class_names)),
+    )
+
+
+def patient_counts(patients: Patients, y: Labels, classes: int) -> PatientCounts:
+    """Counts the patients of a site."""
+    known = patients != UNKNOWN
+    sizes = np.unique(patients[known], return_counts=True)[1]
+    return PatientCounts(
+        len(sizes),
+        tuple(count_patients(patients[y == k]) for k in range(classes)),
+        count_patients(patients[y < 0]),
+        int(sizes.max()),
+        int(np.count_nonzero(~known)),
     )
 
 

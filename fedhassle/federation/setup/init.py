@@ -52,7 +52,12 @@ def terms_of_folder(
     site = read_site(folder, ImageForm(seen.class_names, height, width, depth), labels)
     mean, std = statistics(site.x)
     terms = terms_by_classes(seen.class_names, (height, width), depth)
-    return replace(terms, mean=_rounded(mean), std=tuple(max(value, 0.0001) for value in _rounded(std)))
+    return replace(
+        terms,
+        mean=_rounded(mean),
+        std=tuple(max(value, 0.0001) for value in _rounded(std)),
+        patients=None if seen.patients is None else "column",
+    )
 
 
 def _rounded(values: Sequence[float]) -> tuple[float, ...]:

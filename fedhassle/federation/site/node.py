@@ -6,8 +6,8 @@ networks come from this package, or are named in the site's own copy of federati
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +20,9 @@ import torch
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import SiteData, read_site
+from fedhassle.data.site.patients import Patients, count_patients
 from fedhassle.data.site.survey import conversions, skipped
+from fedhassle.data.site.validation import Partition, partition
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.device import Engine
@@ -41,6 +43,7 @@ from fedhassle.federation.messages import (
     update_words,
 )
 from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
+from fedhassle.files import write_text
 from fedhassle.method import Client, Method
 from fedhassle.methods import METHODS
 from fedhassle.names import find, some_of
@@ -52,44 +55,13 @@ from fedhassle.settings.request import expanded
 log = logging.getLogger("fedhassle")
 
 RUNS_KEPT = 3  # recent runs whose memory a site keeps
-DIGESTS = 2**64  # the digests of images are below it
 CONFIG_KEYS = ("site", "data", "file", "memory")  # of a node's configuration
+SECRET = "patients.key"  # in a node's folder
 SHOWN = 100  # skipped files that the log names
 
 
 class LostError(UserError):
     """The site no longer has what it kept for this run, and tells the server so."""
-
-
-class Partition(NamedTuple):
-    """The rows of a site's images, by use."""
-
-    labelled: np.ndarray
-    unlabelled: np.ndarray
-    validation: np.ndarray
-
-
-def partition(x: np.ndarray, y: np.ndarray, share: float) -> Partition:
-    """Divides a site's images into labelled, unlabelled and validation rows; `share` is for validation.
-
-    The choice follows from an image's pixels alone: it stays the same when images are added, and equal images
-    have equal uses.
-    """
-    labelled = np.flatnonzero(y >= 0)
-    digests = np.array([digest(x[row]) for row in labelled], np.uint64)
-    chosen = digests < np.uint64(int(share * DIGESTS))
-    if share and not chosen.any() and len(set(digests.tolist())) > 1:
-        chosen = digests == digests.min()
-    if chosen.all():
-        chosen[:] = False  # otherwise there would be none to train on
-    return Partition(labelled[~chosen], np.flatnonzero(y < 0), labelled[chosen])
-
-
-def digest(image: np.ndarray) -> int:
-    """A number below 2⁶⁴ that depends on an image's pixels alone."""
-    return int.from_bytes(
-        hashlib.blake2b(image.tobytes(), digest_size=8, person=b"validation").digest(), "big"
-    )
 
 
 def megabytes(arrays: Mapping[str, np.ndarray]) -> float:
@@ -128,11 +100,13 @@ class SiteNode:
         memory: Path,
         engine: Engine,
         new_labels: Callable[[], Labels | None] = lambda: None,
+        patients: Patients | None = None,
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
         require(x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, but {shape} is agreed")
         self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
+        self.patients = patients
         self.dataset, self.rows, self.client = self._holding(x, y)
         self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
         self._new_labels = new_labels
@@ -146,7 +120,7 @@ class SiteNode:
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
             f"expected one label below {len(agreed.class_names)} for each image",
         )
-        rows = partition(x, y, agreed.validation)
+        rows = partition(x, y, agreed.validation, self.patients)
         client = Client(self.name, len(rows.labelled), len(rows.unlabelled))
         return Holding(dataset_of(self.agreement, x, y), rows, client)
 
@@ -210,8 +184,19 @@ class SiteNode:
                 **self._counts(self._now),
                 "agreed": agreement_hash(self.agreement),
                 "versions": versions() | self.own,
+                **self._patients(),
             }
         )
+
+    def _patients(self) -> dict[str, int]:
+        """The numbers of patients as they leave the site; none if it knows no patients."""
+        if self.patients is None:
+            return {}
+        used = np.concatenate(self.rows)
+        return {
+            "patients": self._reported(count_patients(self.patients[used])),
+            "validation_patients": self._reported(count_patients(self.patients[self.rows.validation])),
+        }
 
     def _reported(self, count: int) -> int:
         """A count as it leaves the site: coarse if that is agreed."""
@@ -317,11 +302,22 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
     source = LabelSource(Path(data), Path(labels) if labels else None, agreement.data.class_names)
     before = source.stamp()  # first: the file may change while images are read
-    site = read_site(source.images, agreement.data.form, source.label_file)
+    secret = patient_secret(Path(memory).parent) if agreement.data.patients else b""
+    site = read_site(source.images, agreement.data.form, source.label_file, secret=secret)
     log_problems(site)
     engine = engine_of(agreement, str(config.get("device", "auto")))
     watch = LabelWatch(source, site.files, before)
-    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine, watch.changed)
+    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine, watch.changed, site.patients)
+
+
+def patient_secret(home: Path) -> bytes:
+    """The key of the hashes that stand for patients, made once: with it the choice for validation stays."""
+    file = home / SECRET
+    if not file.exists():
+        write_text(file, secrets.token_hex(32))  # nobody else can enter this folder
+    found = file.read_text("ascii").strip()
+    require(len(found) == 64, f"{file} is damaged: restore it, or delete it and start a new run")
+    return bytes.fromhex(found)
 
 
 def log_problems(site: SiteData) -> None:

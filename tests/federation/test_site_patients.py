@@ -1,0 +1,58 @@
+"""A site that knows its patients: what it keeps for validation, and what it tells of them."""
+
+import csv
+import logging
+from dataclasses import replace
+
+import federations
+import numpy as np
+from PIL import Image
+
+from fedhassle.federation.agreement import write_agreement
+from fedhassle.federation.messages import Payload
+from fedhassle.federation.site.node import SECRET, site_node
+
+
+def site(tmp_path, patients="column", **terms):
+    """The configuration of a site with 29 patients of four images each, one of them unlabelled."""
+    folder, rng, rows = tmp_path / "images", np.random.default_rng(0), []
+    folder.mkdir()
+    for k in range(116):
+        Image.fromarray(rng.integers(0, 256, (12, 12), np.uint8)).save(folder / f"{k:03}.png")
+        rows.append([f"{k:03}.png", "" if k % 4 == 3 else "ab"[k // 4 % 2], f"Patient {k // 4:02} of ours"])
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file", "label", "patient"), *rows])
+    agreement = federations.terms()
+    data = replace(agreement.data, patients=patients, validation=0.1, **terms)
+    write_agreement(replace(agreement, data=data), tmp_path / "federation.toml")
+    words = {"data": "images", "file": "federation.toml", "memory": "node/memory"}
+    return {"site": "north", "device": "cpu"} | {key: str(tmp_path / word) for key, word in words.items()}
+
+
+def test_patients_stay_together_after_a_restart_too_and_only_their_number_is_told(tmp_path, caplog):
+    config = site(tmp_path)
+    with caplog.at_level(logging.DEBUG, "fedhassle"):
+        node, again = site_node(config), site_node(config)
+        told = node.introduce(Payload({})).words
+    uses = [{row // 4 for row in rows} for rows in node.rows]  # by patient
+    assert not uses[2] & (uses[0] | uses[1]) and len(uses[2]) == 3 and uses[0] == uses[1]
+    assert all((one == other).all() for one, other in zip(node.rows, again.rows, strict=True))
+    assert (told["patients"], told["validation_patients"], told["validation"]) == (29, 3, 9)
+    assert "Patient" not in caplog.text and "Patient" not in str(told)
+    secret = tmp_path / "node" / SECRET
+    secret.write_text("00" * 32)
+    other = site_node(config)
+    assert len(other.rows.validation) == 9 and (other.rows.validation != node.rows.validation).any()
+
+
+def test_a_site_without_an_agreement_on_patients_draws_by_pixels_and_counts_none(tmp_path, caplog):
+    config = site(tmp_path, patients=None)
+    node = site_node(config)
+    assert "patients" not in node.introduce(Payload({})).words and "agree on patients" in caplog.text
+    assert not (tmp_path / "node" / SECRET).exists()
+    assert len({row // 4 for row in node.rows.validation} & {row // 4 for row in node.rows.labelled}) > 0
+
+
+def test_numbers_of_patients_are_coarse_if_agreed(tmp_path):
+    told = site_node(site(tmp_path, coarse_counts=True)).introduce(Payload({})).words
+    assert (told["patients"], told["validation_patients"]) == (32, 4)
