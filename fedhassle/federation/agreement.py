@@ -44,6 +44,7 @@ SIMULATED = ("data", "split", "workers", "ray")  # of a simulated run; in a fede
 SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # the server's only
 SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site chooses these for itself
 MOST_SITES = 1_000_000
+MOST_IMAGES = 10**12
 WEEK = 7 * 24 * 3600
 CLOSED = ConfigDict(extra="forbid")  # no unknown keys
 
@@ -131,6 +132,7 @@ def _checked_run(run: dict[str, Any]) -> dict[str, Any]:
 
 Number = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # whole numbers count
 Side = Annotated[StrictInt, Field(ge=1, le=LARGEST_SIDE)]
+NotNegative = Annotated[Number, Field(ge=0)]
 Seconds = Annotated[Number, Field(gt=0, le=WEEK)]
 
 
@@ -165,12 +167,18 @@ class DataTerms:
 
 @dataclass(frozen=True)
 class Rules:
-    """[rules]: for how many sites, and for how long, the server waits."""
+    """[rules]: how long the server waits for how many sites, and what one of them can do to a round."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     minimum_sites: Annotated[StrictInt, Field(ge=1, le=MOST_SITES)] = 2  # with fewer answers the run stops
     timeout: Seconds = 3600.0  # for a site's answer in a round
     wait: Seconds = 600.0  # for enough sites at the start
+    most_images: Annotated[StrictInt, Field(ge=1, le=MOST_IMAGES)] = 1_000_000  # of each kind that a site has
+    largest_share: Annotated[Number, Field(gt=0, le=1)] = (
+        0.5  # of the weight in a mean that one site can have
+    )
+    clip_above: NotNegative = 10.0  # times the usual change: a larger one is clipped; 0: none is
+    refuse_above: NotNegative = 100.0  # times the usual change: a larger one is refused; 0: none is
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fedhassle.engine.client import samples_by_name
-from fedhassle.method import NO_LABELS, Client, Method, Update
+from fedhassle.method import NO_LABELS, Client, Method, Phase, Update
 from fedhassle.names import some_of
 from fedhassle.vectors import Arrays, all_finite
 
@@ -24,6 +24,7 @@ TYPES = {WHOLE: np.dtype("<f4"), INDEX: np.dtype("<i4"), VALUE: np.dtype("<f4")}
 LONGEST_NAME = 100
 LONGEST_REASON = 500
 MOST_SAMPLES = 10**12
+COARSE = 2  # two counts that are rounded to powers of two differ by at most this factor more than they did
 
 
 class RefusedError(ValueError):
@@ -224,7 +225,8 @@ def read_update(payload: Payload, method: Method, client: Client, message: Array
             "(method.clip=1 or a smaller method.lr may help)"
         )
     losses = read_losses(payload.words.get("losses"), samples)
-    return Update(client, arrays, samples, losses, read_labelling(payload.words.get("pseudo_labels")))
+    labelling = read_labelling(payload.words.get("pseudo_labels"), most_labels(phases, client))
+    return Update(client, arrays, samples, losses, labelling)
 
 
 def read_losses(words: Any, names: Mapping[str, int]) -> Arrays:
@@ -236,7 +238,18 @@ def read_losses(words: Any, names: Mapping[str, int]) -> Arrays:
     return {name: torch.tensor([math.nan if loss is None else loss]) for name, loss in words.items()}
 
 
-def read_labelling(counts: Any) -> torch.Tensor:
+def most_labels(phases: Sequence[Phase], client: Client) -> int:
+    """The most pseudo-labels that a client's training can ask for: once, and at each step."""
+    walks = [
+        client.unlabelled + phase.length(client) * stream.batch
+        for phase in phases
+        for stream in phase.streams
+        if stream.part == "unlabelled"
+    ]
+    return COARSE * sum(walks)
+
+
+def read_labelling(counts: Any, most: int) -> torch.Tensor:
     """Reads the counts of pseudo-labels given and asked for, which a site of an older version does not send.
 
     Only a simulation knows how many are right.
@@ -246,17 +259,19 @@ def read_labelling(counts: Any) -> torch.Tensor:
     if not isinstance(counts, list) or len(counts) != 2:
         raise RefusedError(f"its counts of pseudo-labels are {short(counts)}")
     given, asked = (count_of(count, "pseudo-labelled") for count in counts)
-    if given > asked:
+    if not given <= asked <= most:
         raise RefusedError(f"its counts of pseudo-labels are {short(counts)}")
     return torch.tensor([0.0, given, asked, 0.0])
 
 
-def read_hits(words: Mapping[str, Any]) -> Hits:
-    """Reads a site's evaluation of a model."""
+def read_hits(words: Mapping[str, Any], images: int) -> Hits:
+    """Reads a site's evaluation of a model; refuses another number of images than the site has introduced."""
     right, count = words.get("right"), count_of(words.get("count"), "validation")
     if not isinstance(right, dict) or not right:
         raise RefusedError(f"its hits are {short(right)}")
     checked = {str(name): count_of(hit, "right") for name, hit in right.items()}
+    if count != images:
+        raise RefusedError(f"it evaluated on {count:,} images, but joined with {images:,} for validation")
     if not count or max(checked.values()) > count:
         raise RefusedError(f"its hits are {short(right)} of {count} samples")
     return Hits(checked, count)

@@ -180,7 +180,8 @@ def train_rounds(
             made = Checkpoint(done.t, done.state, history, start.settings, federation.kept())
             save_checkpoint(folder.checkpoints, made)
             federation.prune(list(round_files(folder.checkpoints)))
-        yield Step(done.t, tuple(reply.update.client for reply in done.replies), metrics)
+        merged = {reply.update.client.name for reply in done.replies}
+        yield Step(done.t, tuple(client for client in done.clients if client.name in merged), metrics)
     federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
 
 

@@ -81,7 +81,10 @@ BAD = {
     "a newer format": (FILE.replace("format = 1", "format = 2"), "newer fedhassle"),
     "unknown key": (FILE.replace("address", "adress"), "unknown key 'adress', did you mean 'address'"),
     "unknown key of a table": (FILE + "[rules]\nminimum_site = 1", "'rules.minimum_site', did you mean"),
-    "unlike any": (FILE + "[rules]\nq = 1", r"'rules.q' \(known are minimum_sites, timeout, wait\)"),
+    "unlike any": (
+        FILE + "[rules]\nq = 1",
+        r"'rules.q' \(known are minimum_sites, timeout, wait, ",
+    ),
     "missing": (
         FILE.replace("height = 32", "").replace("crop = 4", ""),
         r"data\.height is missing\n.*data\.crop is missing",

@@ -128,13 +128,15 @@ def test_anything_but_a_json_object_is_refused(text):
         {"right": {"model": 4}, "count": 3},
         {"right": {"model": -1}, "count": 3},
         {"right": {"model": 0}, "count": 0},
+        {"right": {"model": 3}, "count": 4},
+        {"right": {"model": 3}, "count": 10**12},
         {"right": {"model": 0.5}, "count": 3},
         {"right": [1], "count": 3},
     ],
 )
 def test_impossible_hits_are_refused(words):
     with pytest.raises(RefusedError):
-        read_hits(words)
+        read_hits(words, 3)
 
 
 def test_counts_in_powers_of_two():

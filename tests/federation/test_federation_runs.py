@@ -143,6 +143,7 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     transport = network(tmp_path / "sites", agreed)
     for name in transport.sites:  # of 4 evaluations the second finds the most
         scores = iter([1, 3, 2, 3])
+        transport.behaviour[name, "query"] = with_ten_images
         transport.behaviour[name, "evaluate"] = lambda answer, payload, scores=scores: hits(next(scores))
     every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     states = {}
@@ -193,6 +194,7 @@ def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monk
     monkeypatch.setattr(coordinating, "accuracy", lambda *words: Accuracy({"model": 0.95}, [0.95] * 4))
     for name in transport.sites:
         answers = iter([hits(6), "busy", hits(7), hits(8)])
+        transport.behaviour[name, "query"] = with_ten_images
         transport.behaviour[name, "evaluate"] = lambda answer, payload, answers=answers: next(answers)
     kept, test = [], (data.x_test, np.asarray(data.y_test, np.int64))
     for _ in coordinate(transport, agreed, tmp_path / "run", test, Flying().clock):
@@ -200,6 +202,11 @@ def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monk
         kept.append((best.about["round"], best.about["validation"]["model"]))
     assert kept == [(1, 0.6), (1, 0.6), (3, 0.7), (4, 0.8)]
     assert [line["accuracy"]["model"] for line in metrics_of(tmp_path / "run")] == [0.6, 0.95, 0.7, 0.8]
+
+
+def with_ten_images(answer, payload):
+    """Introduces a site with ten validation images."""
+    return Payload(answer(payload).words | {"validation": 10})
 
 
 def hits(right):

@@ -46,17 +46,29 @@ class Audit:
 
     def contributors(self) -> dict[int, list[str]]:
         """The sites whose updates were merged, by round."""
-        merged: dict[int, list[str]] = {}
+        return {n: event["contributed"] for n, event in self._rounds().items()}
+
+    def _rounds(self) -> dict[int, Event]:
+        """The event of each round, as it was trained last."""
+        merged: dict[int, Event] = {}
         for event in self.read():
             if event["event"] in ("begun", "resumed"):  # later rounds were repeated
-                merged = {n: names for n, names in merged.items() if n <= event["round"]}
+                merged = {n: known for n, known in merged.items() if n <= event["round"]}
             if event["event"] == "round":
-                merged[event["round"]] = event["contributed"]
+                merged[event["round"]] = event
         return merged
 
     def rounds_trained(self) -> int:
         """The number of rounds that were merged, with those that were repeated after a crash."""
         return sum(event["event"] == "round" for event in self.read())
+
+    def changes(self, t: int) -> dict[str, list[dict[str, float]]]:
+        """By site, the norms of its changes in the rounds up to t in which its update was merged."""
+        found: dict[str, list[dict[str, float]]] = {}
+        for n, event in sorted(self._rounds().items()):
+            for name, changes in event.get("changes", {}).items() if n <= t else ():
+                found.setdefault(name, []).append(changes)
+        return found
 
     def contributions(self, t: int) -> dict[str, int]:
         """The last round up to t in which each site's update was merged."""

@@ -13,8 +13,9 @@ from fedhassle.engine.rounds import Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Failure, Hits, Payload, RefusedError, packed, read_hits, read_update
+from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_capped_weights
 from fedhassle.federation.server.sites import Answers, Sites
-from fedhassle.method import Client, Method
+from fedhassle.method import Client, Method, Update
 from fedhassle.runs.record import Evaluation
 from fedhassle.vectors import Arrays
 
@@ -31,6 +32,7 @@ class FlowerFederation:
         self.memory = ClientState() if memory is None else memory
         self.transfer = Transfer(self.memory, CPU)
         self._merged: dict[str, int] = {}  # by site: the last round in which its update was merged
+        self._changes: dict[str, list[Changes]] = {}  # by site: of the rounds in which its update was merged
         self._checkpoints: list[int] = []
 
     def present(self) -> list[Client]:
@@ -45,14 +47,20 @@ class FlowerFederation:
         down = {client.name: sent(message, known[client.name], least) for client, message in messages}
         payloads = {name: self._payload(name, down[name], known[name], t) for name in down}
         answers = self.sites.ask("train", payloads, f"round {t}")
-        replies, failed = [], {}
+        updates: dict[str, Update] = {}
+        failed: dict[str, str] = {}
         for client, _ in messages:
             try:
-                answer = answers[client.name]
-                replies.append(self._reply(method, client, down[client.name], answer, t))
+                updates[client.name] = self._update(
+                    method, client, down[client.name], answers[client.name], t
+                )
             except RefusedError as refused:
                 failed[client.name] = str(refused)
-        self._record(failed, [reply.update.client.name for reply in replies], t)
+        arrived = {name: message.arrays for name, message in down.items()}
+        found = bounded(method, updates, arrived, self._changes, self.sites.rules)
+        failed |= found.refused
+        self._record(found, failed, t)
+        replies = self._replies(method, found, updates, down, t)
         needed = min(self.sites.rules.minimum_sites, len(messages))
         if len(replies) < needed:
             said = "; ".join(f"{name}: {why}" for name, why in failed.items())
@@ -72,26 +80,41 @@ class FlowerFederation:
         }
         return Payload(words, packed(message.arrays, known))
 
-    def _reply(
+    def _update(
         self, method: Method, client: Client, down: Arrived, answer: Payload | Failure, t: int
-    ) -> Reply:
+    ) -> Update:
         """Reads a site's answer; raises if it is a failure or malformed."""
         if isinstance(answer, Failure):
             if answer.lost:  # it starts afresh in the next round
                 self._merged.pop(client.name, None)
                 self.memory.forget(HELD + client.name)
             raise RefusedError(answer.why)
-        update = read_update(answer, method, client, down.arrays, t)
-        up = self.transfer.up(client.name, update.arrays, down.arrays, method.unsent(), t)
-        self._merged[client.name] = t
-        return Reply(update, down.size, up.size)
+        return read_update(answer, method, client, down.arrays, t)
 
-    def _record(self, failed: Mapping[str, str], contributed: Sequence[str], t: int) -> None:
-        """Logs the sites that contributed to a round, and those that failed and why."""
+    def _replies(
+        self, method: Method, found: Bounded, updates: dict[str, Update], down: dict[str, Arrived], t: int
+    ) -> list[Reply]:
+        """The replies as they are merged; remembers what each site holds, which is what it sent."""
+        share = self.sites.rules.largest_share
+        replies = []
+        for update in with_capped_weights(method, list(found.updates.values()), share, t):
+            name = update.client.name
+            up = self.transfer.up(name, updates[name].arrays, down[name].arrays, method.unsent(), t)
+            self._merged[name] = t
+            self._changes.setdefault(name, []).append(found.changes[name])
+            replies.append(Reply(update, down[name].size, up.size))
+        return replies
+
+    def _record(self, found: Bounded, failed: Mapping[str, str], t: int) -> None:
+        """Logs the sites that contributed to a round, and those that failed or were clipped, and why."""
         for name, why in failed.items():
             log.warning("round %d continues without %s: %s", t, name, why)
             self.audit.write("failed", site=name, round=t, why=why)
-        self.audit.write("round", round=t, contributed=list(contributed), failed=list(failed))
+        for name, what in found.clipped.items():
+            log.warning("round %d: the update of %s is clipped: %s (rules.clip_above)", t, name, what)
+            self.audit.write("clipped", site=name, round=t, what=what)
+        merged = {"contributed": list(found.updates), "failed": list(failed), "changes": found.changes}
+        self.audit.write("round", round=t, **merged)
 
     def evaluate(self, method: Method, state: Arrays, t: int) -> Evaluation | None:
         """Accuracy on the sites' validation images, overall and by site; None if no site answers."""
@@ -99,7 +122,7 @@ class FlowerFederation:
         able = [name for name, said in there.items() if said.validation]
         payload = Payload({**self.plan, "round": t}, packed(method.model(state), {}))
         answers = self.sites.ask("evaluate", dict.fromkeys(able, payload), f"round {t}")
-        found = self._hits(answers, t)
+        found = self._hits(answers, {name: said.validation for name, said in there.items()}, t)
         if not found:
             log.warning("round %d: no site could evaluate the model", t)
             return None
@@ -109,14 +132,14 @@ class FlowerFederation:
         more = {"sites": {name: {"accuracy": by_site[name], "count": counts[name]} for name in found}}
         return Evaluation(accuracy(method, list(found.values())), more)
 
-    def _hits(self, answers: Answers, t: int) -> dict[str, Hits]:
+    def _hits(self, answers: Answers, images: Mapping[str, int], t: int) -> dict[str, Hits]:
         """The hits by site, if it answered correctly and for the same predictions; logs the others."""
         found: dict[str, Hits] = {}
         for name, answer in answers.items():
             try:
                 if isinstance(answer, Failure):
                     raise RefusedError(answer.why)
-                hits = read_hits(answer.words)
+                hits = read_hits(answer.words, images[name])
                 if found and hits.right.keys() != next(iter(found.values())).right.keys():
                     raise RefusedError("it evaluated other predictions than the sites before it")
                 found[name] = hits
@@ -129,7 +152,7 @@ class FlowerFederation:
         """Goes back to round t; sites forget what they kept later, with their next message."""
         self.memory.rewind(t)
         self.audit.write("resumed" if t else "begun", round=t)
-        self._merged = self.audit.contributions(t)
+        self._merged, self._changes = self.audit.contributions(t), self.audit.changes(t)
         self._checkpoints = [t]
 
     def prune(self, rounds: Sequence[int]) -> None:

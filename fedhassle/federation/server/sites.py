@@ -177,6 +177,13 @@ class Sites:
                 f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}: the "
                 "coordinator runs fedhassle federation admit again, with the site's own name"
             )
+        for what, count in (("labelled", said.client.labelled), ("unlabelled", said.client.unlabelled)):
+            if count + said.validation > self.rules.most_images:
+                raise RefusedError(
+                    f"it says that it has {count + said.validation:,} {what} images, but a site can have at "
+                    f"most {self.rules.most_images:,}: if that is true, the coordinator raises most_images "
+                    "under [rules] in federation.toml"
+                )
         if name in self.joined:
             raise RefusedError(f"another site called {short(name)} is online already")
         if said.agreed != self.agreed:
