@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from federations import FEW, federation, method_named, terms
+from federations import FEW, deaf, federation, method_named, terms
 
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.federation.agreement import Rules
@@ -112,7 +112,7 @@ def test_a_site_that_says_it_has_more_than_all_others_has_half_of_the_weight(met
 
 def poisoned(change):
     def act(answer, payload):
-        made = answer(payload)
+        made = deaf(answer, payload)
         return Payload(made.words, {k: change(v) for k, v in made.arrays.items()})
 
     return act

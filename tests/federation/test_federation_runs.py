@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import small
-from federations import Flying, network, terms
+from federations import Flying, deaf, network, terms
 from small import metrics_of, same, summary_of, tensors_of
 
 import fedhassle
@@ -143,7 +143,7 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     transport = network(tmp_path / "sites", agreed)
     for name in transport.sites:  # of 4 evaluations the second finds the most
         scores = iter([1, 3, 2, 3])
-        transport.behaviour[name, "query"] = with_ten_images
+        transport.behaviour[name, "query"], transport.behaviour[name, "train"] = with_ten_images, deaf
         transport.behaviour[name, "evaluate"] = lambda answer, payload, scores=scores: hits(next(scores))
     every = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     states = {}
@@ -194,7 +194,7 @@ def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monk
     monkeypatch.setattr(coordinating, "accuracy", lambda *words: Accuracy({"model": 0.95}, [0.95] * 4))
     for name in transport.sites:
         answers = iter([hits(6), "busy", hits(7), hits(8)])
-        transport.behaviour[name, "query"] = with_ten_images
+        transport.behaviour[name, "query"], transport.behaviour[name, "train"] = with_ten_images, deaf
         transport.behaviour[name, "evaluate"] = lambda answer, payload, answers=answers: next(answers)
     kept, test = [], (data.x_test, np.asarray(data.y_test, np.int64))
     for _ in coordinate(transport, agreed, tmp_path / "run", test, Flying().clock):

@@ -117,6 +117,11 @@ class FakeTransport:
         ]
 
 
+def deaf(answer, payload):
+    """Answers as a site does that has lied about its counts, and hears of no others."""
+    return answer(payload._replace(words={k: v for k, v in payload.words.items() if k != "counts"}))
+
+
 def network(folder, agreed, split=FEW):
     """The sites of a split, and their transport."""
     nodes = {k: site(folder, k, x, y, agreed) for k, (x, y) in held(small.dataset(), split).items()}
