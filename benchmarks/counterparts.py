@@ -32,6 +32,7 @@ from benchmarks.plain_losses import (
 )
 from fedhassle.method import Method, Phase
 from fedhassle.nets import Net
+from fedhassle.optimiser import SGD, Optimiser
 
 Build = Callable[[Net], nn.Module]
 """A function that builds a network as a plain module on the device."""
@@ -46,7 +47,13 @@ Goal = tuple[Iterable[nn.Parameter], Loss]
 def towards(phase: Phase, *goals: Goal, then: Callable[[], None] | None = None) -> Trainer:
     """A trainer with the settings of a phase and a goal for each of its descents."""
     pairs = zip(goals, phase.descents, strict=True)
-    return Trainer([Descent(*goal, *descent.sgd) for goal, descent in pairs], then)
+    return Trainer([Descent(*goal, *plain_sgd(descent.optimiser)) for goal, descent in pairs], then)
+
+
+def plain_sgd(optimiser: Optimiser) -> tuple[float, float, float, float]:
+    """The settings of SGD, with which every method is measured: lr, momentum, decay, clip."""
+    assert isinstance(optimiser, SGD) and not optimiser.nesterov
+    return optimiser[:4]
 
 
 def fedavg(method: Any, phase: Phase, t: int, build: Build) -> Trainer:

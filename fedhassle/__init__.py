@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from fedhassle.data.split.split import Split
     from fedhassle.errors import UserError
     from fedhassle.method import (
-        SGD,
         Batch,
         Client,
         Descent,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         Stream,
         Update,
     )
+    from fedhassle.optimiser import SGD, AdamW
     from fedhassle.predict.model import load
 
 # Matplotlib's "is building the font cache" would be the first line that a new user sees.
@@ -34,14 +34,16 @@ _HOME = {
     "fedhassle.data.split.split": ("Split",),
     "fedhassle.errors": ("UserError",),
     "fedhassle.method": (
-        *("SGD", "Batch", "Client", "Descent", "Labelled", "Method"),
+        *("Batch", "Client", "Descent", "Labelled", "Method"),
         *("Model", "Models", "Phase", "Stream", "Update"),
     ),
+    "fedhassle.optimiser": ("SGD", "AdamW"),
     "fedhassle.predict.model": ("load",),
 }
 
 __all__ = [
     "SGD",
+    "AdamW",
     "Batch",
     "Client",
     "Descent",

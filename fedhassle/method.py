@@ -5,7 +5,6 @@ Rulings, by their numbers here and elsewhere, are in docs/paper.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
@@ -16,14 +15,16 @@ from torch import Tensor
 
 from fedhassle.data.split.layout import Kind, kind_of
 from fedhassle.data.views import UNIFORMS
-from fedhassle.errors import UserError, require
+from fedhassle.errors import require
 from fedhassle.losses import calibrated, cross_entropy, hard_labels
 from fedhassle.nets import Net
+from fedhassle.optimiser import SGD, AdamW, Optimiser, Schedule, share_of_rate
 from fedhassle.ranges import (
     BatchSize,
     Decay,
     Epochs,
     FromOne,
+    FromZero,
     NotNegative,
     Positive,
     Trim,
@@ -35,7 +36,6 @@ from fedhassle.vectors import Arrays
 
 Part = Literal["labelled", "unlabelled"]
 
-STEPS = (0.5, 0.75)  # shares of the rounds after each of which schedule=step divides the rate by ten
 LARGEST = torch.finfo(torch.float32).max
 MEAN_OF = "mean of "  # before the name of a model: its running mean over rounds
 
@@ -156,22 +156,13 @@ class Labelled(NamedTuple):
     y: Tensor
 
 
-class SGD(NamedTuple):
-    """Clip the gradient (0: do not), add weight decay, then momentum; fresh for every client and round."""
-
-    lr: float = 0.1
-    momentum: float = 0.9
-    decay: float = 0.0
-    clip: float = 5.0
-
-
 @dataclass(frozen=True)
 class Descent:
     """One step of the vector `train` down `loss(local, received, *batches[, draw])`."""
 
     train: str
     loss: Callable[..., Tensor | Labelled]
-    sgd: SGD
+    optimiser: Optimiser
 
 
 @dataclass(frozen=True)
@@ -250,7 +241,8 @@ class Method:
     ...         return {"w": self.net.initial(seed)}
     ...
     ...     def phases(self, client, t):
-    ...         walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.sgd())
+    ...         descent = Descent("w", self.loss, self.local_optimiser())
+    ...         walk = Stream("labelled", self.batch)
     ...         return (Phase("labelled", (walk,), (descent,), self.epochs),) if client.labelled else ()
     ...
     ...     def loss(self, local, received, batch):
@@ -264,12 +256,16 @@ class Method:
     net: Net
     batch: BatchSize = 128  # samples in a batch (Sec. 5.1)
     epochs: Epochs = 10  # local epochs a round (ruling 7)
-    lr: Positive = 0.1  # η, the learning rate of SGD (Sec. 5.1)
+    lr: Positive = 0.1  # η, the learning rate (Sec. 5.1); AdamW needs another one, such as 0.001
     momentum: Decay = 0.9  # momentum of SGD (Sec. 5.1)
+    nesterov: bool | None = None  # Nesterov's momentum in SGD; default: false
+    optimiser: Literal["sgd", "adamw"] | None = None  # optimiser of local training; default: sgd (Sec. 5.1)
+    weight_decay: NotNegative | None = None  # weight decay; with adamw decoupled; default: 0 (ruling 9)
     # The learning rate over rounds: cosine to 0, or a step to a tenth after a half and after three quarters;
     # default: constant.
-    schedule: Literal["cosine", "step"] | None = None
+    schedule: Schedule | None = None
     horizon: FromOne | None = None  # rounds over which the rate falls, with a schedule; default: the run's
+    lr_warmup: FromZero | None = None  # first rounds, over which the learning rate rises to lr; default: 0
     # Largest norm of a gradient, 0: off (ruling 9); default: the network's own, 5 for ResNet-8, 1 for LeNet.
     clip: NotNegative | None = None
     average: Decay | None = None  # decay of a running mean over rounds of each model that predicts
@@ -284,6 +280,7 @@ class Method:
     merging: Merging | None = None
     trim: Trim | None = None  # share of the clients left out at each end with merging=trimmed; default: 0.2
 
+    learning_rates: ClassVar[tuple[str, ...]] = ("lr",)  # the settings that are learning rates
     averages: ClassVar[bool] = False  # whether it keeps the running means of `average` itself
     teachers: ClassVar[tuple[str, ...]] = ()  # the models received that give pseudo-labels
     pooled: ClassVar[tuple[Part, ...]] = ()  # parts of all clients' data in one place: no federation has that
@@ -295,9 +292,10 @@ class Method:
             require_float32(field.name, getattr(self, field.name))
         for name, allowed in ranges(type(self)).items():  # type: ignore[arg-type] # a class is hashable
             require_in_range(name, getattr(self, name), allowed)
-        require(
-            self.horizon is None or self.schedule is not None, "horizon needs a schedule: schedule=cosine"
-        )
+        self.require_one_optimiser()
+        require(self.horizon is None or self.falls, "horizon needs a schedule: schedule=cosine")
+        if self.horizon is not None:
+            self.require_rounds_after_warmup(self.horizon, "horizon")
         require(
             self.teacher is None or bool(self.average is not None and self.teachers),
             "teacher=average needs a decay (average=0.9), and a method that has its models label samples",
@@ -315,7 +313,8 @@ class Method:
         There are no clients where nobody knows all of them beforehand, as in a federation. A method that
         overrides it starts from what this one returns.
         """
-        return replace(self, horizon=rounds) if self.schedule and self.horizon is None else self
+        self.require_rounds_after_warmup(rounds, "rounds")
+        return replace(self, horizon=rounds) if self.falls and self.horizon is None else self
 
     def networks(self) -> dict[str, Net]:
         """Every name that is a network, wherever it occurs."""
@@ -386,20 +385,45 @@ class Method:
 
     def rate(self, t: int) -> float | None:
         """Returns the share of the learning rate that round t has; None if all rounds have all of it."""
-        if self.schedule is None:
+        if not self.falls and not self.lr_warmup:
             return None
-        if self.horizon is None:
-            raise UserError(
-                "schedule needs the rounds of the run, which for_run did not pass on: set horizon"
-            )
-        gone = min((t - 1) / self.horizon, 1.0)  # share of the rounds before this one
-        if self.schedule == "cosine":
-            return (1 + math.cos(math.pi * gone)) / 2
-        return 0.1 ** sum(gone >= share for share in STEPS)
+        return share_of_rate(t, self.schedule, self.horizon, self.lr_warmup or 0)
 
-    def sgd(self, decay: float = 0.0) -> SGD:
-        """The optimiser of this method's descents."""
-        return SGD(self.lr, self.momentum, decay, self.net.clip if self.clip is None else self.clip)
+    def local_optimiser(self, decay: float | None = None) -> Optimiser:
+        """The optimiser of this method's descents; `decay` replaces the setting `weight_decay`."""
+        clip = self.net.clip if self.clip is None else self.clip
+        decay = self.weight_decay or 0.0 if decay is None else decay
+        if self.optimiser == "adamw":
+            return AdamW(self.lr, decay, clip)
+        return SGD(self.lr, self.momentum, decay, clip, bool(self.nesterov))
+
+    @property
+    def falls(self) -> bool:
+        """True if the learning rate falls over rounds."""
+        return self.schedule not in (None, "constant")
+
+    def require_one_optimiser(self) -> None:
+        """Raises `UserError` for settings of one optimiser beside another."""
+        if self.optimiser != "adamw":
+            require(not self.nesterov or self.momentum > 0, "nesterov=true needs momentum: set momentum=0.9")
+            return
+        require(not self.nesterov, "nesterov=true is for SGD: leave it out with optimiser=adamw")
+        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        momentum = f"momentum={self.momentum}"
+        require("momentum" not in given, f"{momentum} is for SGD: leave it out with optimiser=adamw")
+        for name in self.learning_rates:
+            require(
+                name in given,
+                f"{name}={getattr(self, name)} is made for SGD: optimiser=adamw needs another one, such as "
+                f"{name}=0.001",
+            )
+
+    def require_rounds_after_warmup(self, rounds: int, name: str) -> None:
+        """Raises `UserError` if the learning rate would still rise in the last round."""
+        require(
+            (self.lr_warmup or 0) < rounds,
+            f"lr_warmup={self.lr_warmup} must be less than {name}={rounds}: the rate would never reach lr",
+        )
 
 
 def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fedhassle.data.views import UNIFORMS, Views
+from fedhassle.engine.descent import State, descend, fresh_state
 from fedhassle.errors import require
 from fedhassle.method import (
-    SGD,
     Batch,
     Client,
     Labelled,
@@ -129,7 +129,7 @@ class Buffers(NamedTuple):
 
     weights: Arrays  # written, like all down to `labelling`
     statistics: Arrays
-    momentum: Arrays
+    optimiser: dict[str, State]
     losses: Arrays
     labelling: Tensor  # (4,): labels of the steps, as `count_labels` counts them
     rate: tuple[Tensor, ...]  # only read, like all below: the share of the learning rate, if it changes
@@ -250,7 +250,7 @@ def count_labels(y: Tensor, truth: Tensor) -> Tensor:
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
-    """Buffers of a job, with its start vectors and zero momentum."""
+    """Buffers of a job, with its start vectors and fresh optimisers."""
     phase = job.phase
     networks = job.networks
     device = job.site.samples.images.device
@@ -259,7 +259,7 @@ def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:
     return Buffers(
         weights={k: w.clone() for k, (w, _) in parts.items()},
         statistics={k: s.clone() for k, (_, s) in parts.items()},
-        momentum={k: torch.zeros_like(parts[k][0]) for k in phase.trained},
+        optimiser={d.train: fresh_state(d.optimiser, parts[d.train][0]) for d in phase.descents},
         losses={k: torch.zeros(1, device=device) for k in phase.trained},
         labelling=torch.zeros(4, device=device),
         rate=() if job.rate is None else (torch.full((), job.rate, device=device),),
@@ -366,8 +366,8 @@ def step(
             buffers.labelling.add_(count_labels(loss.y, truth_of(loss.y, job.phase, truths)))
             loss = loss.loss
         (gradient,) = torch.autograd.grad(loss, leaf)
-        weights, momentum = buffers.weights[descent.train], buffers.momentum[descent.train]
-        descend(weights, momentum, gradient, descent.sgd, *buffers.rate)
+        weights, state = buffers.weights[descent.train], buffers.optimiser[descent.train]
+        descend(weights, state, gradient, descent.optimiser, *buffers.rate)
         buffers.losses[descent.train].add_(loss.detach())
     if job.phase.then is not None:
         with torch.no_grad():
@@ -397,19 +397,6 @@ def local_models(job: Job, buffers: Buffers, weights: Arrays | None = None) -> d
         k: Model(networks[k], w, buffers.statistics[k], k in trained) if k in networks else w
         for k, w in (buffers.weights if weights is None else weights).items()
     }
-
-
-@torch.no_grad()
-def descend(
-    weights: Tensor, momentum: Tensor, gradient: Tensor, sgd: SGD, rate: Tensor | None = None
-) -> None:
-    """One step of SGD, in place, since buffers must keep their addresses; `rate` is a share of its lr."""
-    if sgd.clip:
-        gradient = gradient * (sgd.clip / (gradient.norm() + 1e-6)).clamp(max=1.0)
-    if sgd.decay:
-        gradient = gradient.add(weights, alpha=sgd.decay)
-    momentum.mul_(sgd.momentum).add_(gradient)
-    weights.sub_(momentum if rate is None else momentum * rate, alpha=sgd.lr)
 
 
 def store(new: Mapping[str, Model | Tensor], buffers: Buffers) -> None:

@@ -25,7 +25,7 @@ class FedAvg(Method):
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """Labelled data alone; a client without any is not asked."""
-        descent = Descent("w", self.loss, self.sgd())
+        descent = Descent("w", self.loss, self.local_optimiser())
         walk = Stream("labelled", self.batch)
         return (Phase("labelled", (walk,), (descent,), self.epochs),) if client.labelled else ()
 

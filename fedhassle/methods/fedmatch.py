@@ -73,9 +73,9 @@ class FedMatch(Method):
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """First σ on labels, then ψ, at every step; labels pace the epochs."""
-        sgd = self.sgd()
-        clipped = sgd._replace(clip=self.supervised_weight * sgd.clip)  # as if it were the gradient of ℓ
-        free = sgd._replace(clip=0.0)  # that of 10·‖σ − ψ‖² is in the hundreds at first
+        optimiser = self.local_optimiser()
+        clipped = optimiser._replace(clip=self.supervised_weight * optimiser.clip)  # as if of ℓ alone
+        free = optimiser._replace(clip=0.0)  # that of 10·‖σ − ψ‖² is in the hundreds at first
         labelled = Stream("labelled", self.batch)
         sigma = Descent("sigma", self.supervised, clipped)
         if client.kind == "full":

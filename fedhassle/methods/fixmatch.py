@@ -37,7 +37,7 @@ class FixMatch(FedAvg):
         if client.kind != "partial":
             return super().phases(client, t)
         streams = (self.unlabelled(), Stream("labelled", self.batch))
-        return (Phase("both", streams, (Descent("w", self.joint, self.sgd()),), self.epochs),)
+        return (Phase("both", streams, (Descent("w", self.joint, self.local_optimiser()),), self.epochs),)
 
     def unlabelled(self) -> Stream:
         """A weak and a strong view of each sample."""

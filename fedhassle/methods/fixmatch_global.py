@@ -26,7 +26,7 @@ class FixMatchGlobal(FixMatch):
         """As FixMatch's, and for an unlabelled client its term alone."""
         if client.kind != "unlabelled":
             return super().phases(client, t)
-        descent = Descent("w", self.alone, self.sgd())
+        descent = Descent("w", self.alone, self.local_optimiser())
         return (Phase("unlabelled", (self.unlabelled(),), (descent,), self.epochs),)
 
     def alone(self, local: Models, received: Models, unlabelled: Batch) -> Labelled:

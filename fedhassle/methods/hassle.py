@@ -145,11 +145,11 @@ class Hassle(Method):
         """Algorithm 1, lines 5 and 6; with the roles exchanged, lines 9 to 11."""
         walk = self.walk(side)
         if t > self.residual_rounds:
-            dual = Descent(side.dual, partial(self.dual_loss, side), self.sgd())
+            dual = Descent(side.dual, partial(self.dual_loss, side), self.local_optimiser())
             yield Phase(side.part, (walk,), (dual,), self.epochs)
         if self.trains_residuals(t):
             loss = partial(self.residual_loss, side)
-            residual = Descent(side.residual, loss, self.sgd(self.residual_decay))
+            residual = Descent(side.residual, loss, self.local_optimiser(self.residual_decay))
             yield Phase(f"{side.part} residual", (walk,), (residual,), steps=self.residual_steps)
 
     def walk(self, side: Side) -> Stream:

@@ -105,7 +105,8 @@ class HasslePlus(Method):
 
     def phase(self, name: str, model: str, streams: tuple[Stream, ...], epochs: int) -> Phase:
         """A walk that trains one model."""
-        return Phase(name, streams, (Descent(model, partial(self.loss, model), self.sgd()),), epochs)
+        descent = Descent(model, partial(self.loss, model), self.local_optimiser())
+        return Phase(name, streams, (descent,), epochs)
 
     def taught(self, received: Models, x: Tensor) -> Tensor:
         """The logits of both means together."""

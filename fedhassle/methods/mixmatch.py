@@ -38,7 +38,8 @@ class MixMatch(FedAvg):
         if client.kind != "partial":
             return super().phases(client, t)
         guessed = Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))
-        streams, descent = (guessed, Stream("labelled", self.batch)), Descent("w", self.joint, self.sgd())
+        streams = (guessed, Stream("labelled", self.batch))
+        descent = Descent("w", self.joint, self.local_optimiser())
         return (Phase("both", streams, (descent,), self.epochs, draw=self.mixing),)
 
     def mixing(self, rng: np.random.Generator) -> np.ndarray:

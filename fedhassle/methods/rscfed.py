@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class RSCFed(FedAvg):
     beta_labelled: NotNegative = 100.0  # β of a subset that has a client with labels
     beta_unlabelled: NotNegative = 10_000.0  # β of a subset that has none
 
+    learning_rates: ClassVar[tuple[str, ...]] = ("lr", "unlabelled_lr")
+
     def networks(self) -> dict[str, Net]:
         """The model w and a client's teacher."""
         return {"w": self.net, "teacher": self.net}
@@ -64,9 +66,9 @@ class RSCFed(FedAvg):
         walk = Stream("unlabelled", self.batch, ("weak", "weak"))
         if client.labelled:
             streams = (walk, Stream("labelled", self.batch))
-            return (self.taught("both", streams, Descent("w", self.mixed, self.sgd())),)
-        sgd = self.sgd()._replace(lr=self.unlabelled_lr, clip=self.unlabelled_clip)
-        return (self.taught("unlabelled", (walk,), Descent("w", self.consistency, sgd)),)
+            return (self.taught("both", streams, Descent("w", self.mixed, self.local_optimiser())),)
+        optimiser = self.local_optimiser()._replace(lr=self.unlabelled_lr, clip=self.unlabelled_clip)
+        return (self.taught("unlabelled", (walk,), Descent("w", self.consistency, optimiser)),)
 
     def taught(self, name: str, streams: tuple[Stream, ...], descent: Descent) -> Phase:
         """A walk on which the teacher follows."""

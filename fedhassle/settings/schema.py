@@ -37,8 +37,7 @@ Tool = Literal["tensorboard", "mlflow"]  # experiment trackers
 ALSO_CALLED = {  # what other libraries call a setting, and the hint that it gets
     "learning_rate": ", did you mean 'method.lr'?",
     "model": ", did you mean 'net'?",
-    "optimizer": ": every method trains with SGD; its settings are method.lr, method.momentum, "
-    "method.schedule and method.clip",
+    "optimizer": ", did you mean 'method.optimiser'?",
 }
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

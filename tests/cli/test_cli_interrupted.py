@@ -47,7 +47,8 @@ EXPLODES = """
         def broken(self, phase):
             (descent,) = phase.descents
             nan = lambda *args: descent.loss(*args) * float("nan")
-            return Phase(phase.name, phase.streams, (type(descent)("w", nan, descent.sgd),), phase.epochs)
+            broken = type(descent)("w", nan, descent.optimiser)
+            return Phase(phase.name, phase.streams, (broken,), phase.epochs)
 """
 
 
@@ -128,7 +129,8 @@ HANGS = """
 
         def endless(self, phase):
             (descent,) = phase.descents
-            return Phase(phase.name, phase.streams, (type(descent)("w", hang, descent.sgd),), phase.epochs)
+            hanging = type(descent)("w", hang, descent.optimiser)
+            return Phase(phase.name, phase.streams, (hanging,), phase.epochs)
 
     def hang(*_):
         Path("training").touch()

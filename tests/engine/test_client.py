@@ -18,20 +18,41 @@ from fedhassle.methods import FedAvg, Hassle
 from fedhassle.nets import IMAGES_A_PASS, LeNet
 from fedhassle.randomness import generator
 
-# One client of FedAvg is a plain module and torch.optim.SGD
+# One client of FedAvg is a plain module and an optimiser of torch.optim
+
+SGD = (torch.optim.SGD, {}, {"momentum": 0.9})
+OPTIMISERS = [  # PyTorch's, our settings, and PyTorch's
+    (torch.optim.SGD, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}),
+    (
+        torch.optim.SGD,
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    ),
+    (torch.optim.AdamW, {"optimiser": "adamw"}, {"weight_decay": 0.0}),
+    (torch.optim.AdamW, {"optimiser": "adamw", "weight_decay": 0.5}, {"weight_decay": 0.5}),
+]
 
 
-@pytest.mark.parametrize(("build", "clip"), [(LeNet, 0.1), (small.ConvNet, 0.0), (small.ConvNet, 0.3)])
-@pytest.mark.parametrize("n", [20, 16, 5, 1])
-def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n):
-    """Compares with `nn.Module`, `clip_grad_norm_` and `torch.optim.SGD` on the same batches, with BatchNorm.
+@pytest.mark.parametrize(
+    ("build", "clip", "n", "optimiser"),
+    [
+        *((LeNet, 0.1, n, SGD) for n in (20, 16, 5, 1)),
+        *((small.ConvNet, clip, n, SGD) for clip in (0.0, 0.3) for n in (20, 16, 5, 1)),
+        *((LeNet, 0.1, 20, optimiser) for optimiser in OPTIMISERS),
+        *((small.ConvNet, 0.0, 20, optimiser) for optimiser in OPTIMISERS),
+    ],
+)
+def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n, optimiser):
+    """Compares with `nn.Module`, `clip_grad_norm_` and `torch.optim` on the same batches, with BatchNorm.
 
     n = 20, 16, 5 and 1 with a batch of 8: an epoch of 3, 2, 1 and 1 steps. In a batch
     larger than the client, samples repeat.
     """
+    kind, settings, arguments = optimiser
+    lr = 0.05 if kind is torch.optim.SGD else 0.002
     data = small.dataset(flip=True)
     net = small.net(build)
-    method = FedAvg(net, batch=8, epochs=3, lr=0.05, clip=clip)
+    method = FedAvg(net, batch=8, epochs=3, lr=lr, clip=clip, **settings)
     site = small.site(data, labelled=range(10, 10 + n), name="anna")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -42,7 +63,7 @@ def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n):
     rng = generator(9, 4, "anna", "labelled")
     batches = order_of_epochs(n, 8, 3, rng)
     uniforms = rng.random((len(batches), 8, 3), dtype=np.float32)
-    optimiser = torch.optim.SGD(module.parameters(), 0.05, 0.9)
+    optimiser = kind(module.parameters(), lr, **arguments)
     losses = []
     for batch, u in zip(batches, uniforms, strict=True):
         pixels = data.x_train[[10 + i for i in batch]] / 255.0

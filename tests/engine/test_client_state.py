@@ -338,7 +338,7 @@ class Pulled(FedAvg):
         return {"mean": message["w"], "steps": torch.zeros(1)}
 
     def phases(self, client, t):
-        descents = (Descent("w", self.pull, self.sgd()),)
+        descents = (Descent("w", self.pull, self.local_optimiser()),)
         return tuple(replace(p, descents=descents, then=self.follow) for p in super().phases(client, t))
 
     def pull(self, local, received, batch):

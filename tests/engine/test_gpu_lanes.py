@@ -22,9 +22,10 @@ from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy, hard_labels
-from fedhassle.method import SGD, Client, Descent, Method, Phase, Stream, Update
+from fedhassle.method import Client, Descent, Method, Phase, Stream, Update
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.nets import LeNet, ResNet8
+from fedhassle.optimiser import SGD
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "chosen"),
@@ -132,11 +133,15 @@ class Chained(Method):
         own = Stream(
             "unlabelled", 6, views=("clean", "weak"), logits=self.sum, labels=self.label, online=True
         )
-        both = (Descent("a", self.first, self.sgd()), Descent("b", self.second, self.sgd(decay=0.01)))
+        both = (
+            Descent("a", self.first, self.local_optimiser()),
+            Descent("b", self.second, self.local_optimiser(decay=0.01)),
+        )
+        again = Descent("b", self.fit, self.local_optimiser())
         return (
             Phase("both", (labelled,), both, self.epochs),
             Phase("apart", (own, labelled), (Descent("c", self.third, SGD(0.05)),), steps=13, draw=self.mix),
-            Phase("again", (own,), (Descent("b", self.fit, self.sgd()),), self.epochs, then=self.pull),
+            Phase("again", (own,), (again,), self.epochs, then=self.pull),
         )
 
     def sum(self, received, x):

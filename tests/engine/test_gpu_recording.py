@@ -20,9 +20,10 @@ from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
 from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identity, shape_of
 from fedhassle.losses import cross_entropy
-from fedhassle.method import SGD, Stream
+from fedhassle.method import Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
 from fedhassle.nets import LeNet, ResNet8
+from fedhassle.optimiser import SGD, AdamW
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
     ("name", "settings"),
@@ -87,11 +88,17 @@ def program(job, kept):
 
 def written(buffers):
     """Copies of all that steps write."""
-    return {
+    plain = {
         f"{kind}/{name}": value.clone()
-        for kind in ("weights", "statistics", "momentum", "losses")
+        for kind in ("weights", "statistics", "losses")
         for name, value in getattr(buffers, kind).items()
-    } | {"labelling": buffers.labelling.clone()}
+    }
+    states = {
+        f"optimiser/{name}/{i}": value.clone()
+        for name, state in buffers.optimiser.items()
+        for i, value in enumerate(state)
+    }
+    return plain | states | {"labelling": buffers.labelling.clone()}
 
 
 def eagerly(job, kept, schedule):
@@ -220,8 +227,8 @@ def test_other_steps_have_another_shape():
     phases = [
         phase,
         *(
-            replace(phase, descents=(replace(descent, sgd=sgd),))
-            for sgd in (SGD(0.3), SGD(decay=0.1), SGD(clip=1.0))
+            replace(phase, descents=(replace(descent, optimiser=sgd),))
+            for sgd in (SGD(0.3), SGD(decay=0.1), SGD(clip=1.0), SGD(nesterov=True), AdamW())
         ),
         replace(phase, descents=(replace(descent, train="w_U"),)),
         replace(phase, descents=(replace(descent, loss=scaled(1)),)),
@@ -548,8 +555,14 @@ def test_a_step_of_every_network_compiles(build, side, width, quick_compiler):
     assert_compiled_is_eager(method, site(side, unlabelled=0))
 
 
+@pytest.mark.parametrize("settings", [{"optimiser": "adamw", "weight_decay": 0.1}, {"nesterov": True}])
+def test_a_step_of_every_optimiser_compiles(settings, quick_compiler):
+    method = made("hassle", small.ConvNet, lr=0.01, lr_warmup=3, **settings)
+    assert_compiled_is_eager(method, site(unlabelled=0))
+
+
 def assert_compiled_is_eager(method, here):
-    """Compares one step of each phase: weights, statistics, momentum and losses."""
+    """Compares one step of each phase: weights, statistics, optimiser and losses."""
     for job, kept in jobs(method, here):
         there = program(job, kept)
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
@@ -563,7 +576,8 @@ def assert_compiled_is_eager(method, here):
         begun = prepare(job, job.message | kept, kept)
         changed = {key for key, value in written(begun).items() if not torch.equal(value, expected[key])}
         trained = job.phase.trained[0]
-        assert {f"{kind}/{trained}" for kind in ("weights", "momentum", "losses")} <= changed
+        assert {f"weights/{trained}", f"losses/{trained}"} <= changed
+        assert {f"optimiser/{trained}/{i}" for i in range(len(begun.optimiser[trained]))} <= changed
         assert (f"statistics/{trained}" in changed) == (job.networks[trained].n_statistics > 0)
 
 

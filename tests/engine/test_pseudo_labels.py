@@ -124,7 +124,7 @@ class Commonest(FedAvg):
 
     def phases(self, client, t):
         walk = Stream("unlabelled", self.batch, logits=self.teach, labels=commonest, online=self.online)
-        return (Phase("all", (walk,), (Descent("w", self.loss, self.sgd()),), self.epochs),)
+        return (Phase("all", (walk,), (Descent("w", self.loss, self.local_optimiser()),), self.epochs),)
 
     def teach(self, received, x):
         return received["w"](x)
@@ -239,7 +239,7 @@ class Telling(FedAvg):
 
     def phases(self, client, t):
         streams = tuple(Stream(part, 4 + 2 * i) for i, part in enumerate(self.parts))
-        return (Phase("all", streams, (Descent("w", self.labelling, self.sgd()),), steps=13),)
+        return (Phase("all", streams, (Descent("w", self.labelling, self.local_optimiser()),), steps=13),)
 
     def labelling(self, local, received, *batches):
         y = torch.full_like(batches[-1].y, -1)[:1].expand(self.size).clone()

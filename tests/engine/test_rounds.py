@@ -259,7 +259,7 @@ class Counting(FedAvg):
 
     def phases(self, client, t):
         loss = self.poisoned if t == 2 and client.name == self.bad else self.loss
-        descents = (Descent("w", loss, self.sgd()),)
+        descents = (Descent("w", loss, self.local_optimiser()),)
         phases = super().phases(client, t)
         return tuple(replace(phase, descents=descents, then=self.count) for phase in phases)
 

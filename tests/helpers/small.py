@@ -228,7 +228,7 @@ class Tutored(Method):
 
     def phases(self, client, t):
         streams = (Stream("labelled", 6), Stream("unlabelled", 4, views=("weak", "clean")))
-        descent = Descent("w", self.loss, self.sgd())
+        descent = Descent("w", self.loss, self.local_optimiser())
         return (Phase("both", streams, (descent,), self.epochs, then=self.follow, draw=self.weight),)
 
     def weight(self, rng):
@@ -351,7 +351,7 @@ KEEPS = """
 
         def keeping(self, phase):
             (descent,) = phase.descents
-            pulled = type(descent)("w", self.pull, descent.sgd)
+            pulled = type(descent)("w", self.pull, descent.optimiser)
             return Phase(phase.name, phase.streams, (pulled,), phase.epochs, then=self.keep)
 
         def pull(self, local, received, batch):

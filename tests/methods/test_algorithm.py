@@ -6,34 +6,65 @@ import small
 import torch
 from by_hand import NET, B, ce_gradient, f, other_way, pull_back, softmax
 
-from fedhassle.engine.client import descend, train
-from fedhassle.method import SGD
+from fedhassle.engine.client import train
+from fedhassle.engine.descent import descend, fresh_state
 from fedhassle.methods import Hassle
 from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
+from fedhassle.optimiser import SGD, AdamW
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_sgd_clips_then_decays_then_adds_momentum(clip, decay, rng):
-    """First g ← g·min(1, c/‖g‖); g ← g + δ·w; v ← m·v + g; w ← w − η·v: decay is not clipped."""
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_clips_then_decays_then_adds_momentum(clip, decay, nesterov, rng):
+    """First g ← g·min(1, c/‖g‖); g ← g + δ·w; v ← m·v + g; w ← w − η·v: decay is not clipped.
+
+    With Nesterov, w ← w − η·(g + m·v).
+    """
     w = rng.normal(size=8)
     v = np.zeros(8)
     weights, momentum = torch.from_numpy(w.copy()), torch.zeros(8, dtype=torch.float64)
     for _ in range(4):
         g = rng.normal(size=8)  # norm about 2.8
-        descend(weights, momentum, torch.from_numpy(g.copy()), SGD(0.1, 0.9, decay, clip))
+        sgd = SGD(0.1, 0.9, decay, clip, nesterov)
+        descend(weights, (momentum,), torch.from_numpy(g.copy()), sgd)
         if clip:
             g = g * min(1.0, clip / np.sqrt((g**2).sum()))
-        v = 0.9 * v + (g + decay * w)
-        w = w - 0.1 * v
+        g = g + decay * w
+        v = 0.9 * v + g
+        w = w - 0.1 * (g + 0.9 * v if nesterov else v)
         np.testing.assert_allclose(weights.numpy(), w, rtol=1e-5)  # 1e-6 is added to ‖g‖, as in PyTorch
         np.testing.assert_allclose(momentum.numpy(), v, rtol=1e-5)
 
 
 def test_clipping_a_zero_gradient_keeps_it_zero():
     w = torch.ones(3)
-    descend(w, torch.zeros(3), torch.zeros(3), SGD(0.1, 0.9, 0.0, 1.0))
+    descend(w, (torch.zeros(3),), torch.zeros(3), SGD(0.1, 0.9, 0.0, 1.0))
     assert w.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_adamw_is_the_formula_of_its_paper(clip, share, rng):
+    """Loshchilov and Hutter (2019), Algorithm 2, where the share of the rate is η_t and lr is α.
+
+    m ← β₁·m + (1 − β₁)·g; v ← β₂·v + (1 − β₂)·g²; m̂ = m/(1 − β₁^s); v̂ = v/(1 − β₂^s);
+    w ← w − η_t·α·(m̂/(√v̂ + ε) + λ·w). The decay is neither clipped nor part of the moments.
+    """
+    adamw = AdamW(0.01, decay=0.1, clip=clip, beta1=0.8, beta2=0.95, epsilon=1e-3)
+    w, m, v = rng.normal(size=8), np.zeros(8), np.zeros(8)
+    weights = torch.from_numpy(w.copy())
+    state = fresh_state(adamw, weights)
+    rate = None if share is None else torch.tensor(share, dtype=torch.float64)
+    for s in range(1, 6):
+        g = rng.normal(size=8)
+        descend(weights, state, torch.from_numpy(g.copy()), adamw, rate)
+        if clip:
+            g = g * min(1.0, clip / np.sqrt((g**2).sum()))
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
+        m_hat, v_hat = m / (1 - 0.8**s), v / (1 - 0.95**s)
+        w = w - (1.0 if share is None else share) * 0.01 * (m_hat / (np.sqrt(v_hat) + 1e-3) + 0.1 * w)
+        np.testing.assert_allclose(weights.numpy(), w, rtol=1e-6 if clip else 1e-12)
 
 
 def numpy_round(state, clients, eta, gamma, lam, tau, delta, with_residual):

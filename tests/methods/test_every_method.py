@@ -216,7 +216,9 @@ CLIENTS = {"full": Client("f", 40, 0), "partial": Client("p", 10, 70), "unlabell
 def written(phase):
     """A phase as a line of the table."""
     streams = [" ".join([stream.part, str(stream.batch), *stream.views]) for stream in phase.streams]
-    descents = [(d.train, *(f"{d.sgd._asdict()[key]:g}" for key in SGD_COLUMNS)) for d in phase.descents]
+    descents = [
+        (d.train, *(f"{d.optimiser._asdict()[key]:g}" for key in SGD_COLUMNS)) for d in phase.descents
+    ]
     walk = [f"{value} {word}" for value, word in ((phase.epochs, "epochs"), (phase.steps, "steps")) if value]
     return phase.name, " + ".join(streams), *walk, " + ".join(map(" ".join, descents))
 

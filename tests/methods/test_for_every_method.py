@@ -103,7 +103,7 @@ class Strong(FedAvg):
 
     def phases(self, client, t):
         walk = Stream("labelled", self.batch, ("strong",))
-        return (Phase("labelled", (walk,), (Descent("w", self.loss, self.sgd()),), self.epochs),)
+        return (Phase("labelled", (walk,), (Descent("w", self.loss, self.local_optimiser()),), self.epochs),)
 
 
 def test_a_labelled_view_takes_the_place_of_the_methods_own():

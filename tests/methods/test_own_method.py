@@ -42,7 +42,7 @@ METHOD = """
             return {{"w": self.net.initial(seed)}}
 
         def phases(self, client, t):
-            walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.sgd())
+            walk, descent = Stream("labelled", self.batch), Descent("w", self.loss, self.local_optimiser())
             return (Phase("labelled", (walk,), (descent,), self.epochs),) if client.labelled else ()
 
         def loss(self, local, received, batch):
@@ -69,7 +69,8 @@ def test_a_custom_method_has_its_fields_as_settings(module, images):
         "epochs": resolved(config="quick").method.settings["epochs"],
         "lr": 0.1,
         "momentum": 0.9,
-        **dict.fromkeys(("schedule", "horizon", "clip", "average", "teacher", "prior", "labelled_view")),
+        **dict.fromkeys(("optimiser", "weight_decay", "nesterov", "schedule", "horizon", "lr_warmup")),
+        **dict.fromkeys(("clip", "average", "teacher", "prior", "labelled_view")),
         **dict.fromkeys(("merging", "trim")),
         "strength": 0.5,
     }

@@ -43,7 +43,7 @@ def test_a_setting_has_its_default_range_meaning_and_source():
     found = settings("fedprox")
     meaning = "μ, weight of the proximal term; ours: the paper gives none"
     assert found["mu"] == Setting("mu", 0.001, "at least 0", meaning, True)
-    assert found["schedule"].values == "cosine or step" and found["schedule"].default is None
+    assert found["schedule"].values == "constant or cosine or step" and found["schedule"].default is None
     assert settings("hassle")["gra"].values == "true or false"
     assert next(setting.name for setting in reference("fedprox").settings) == "mu"  # its own first
     assert reference("fedprox").source.startswith("FedProx (Li et al., 2020)")

@@ -60,10 +60,12 @@ def test_a_key_of_another_table_is_named_in_full(word, full):
     assert str(caught.value).endswith(f", did you mean {full}?")
 
 
-def test_an_optimiser_is_no_setting_and_nothing_unlike_it_is_suggested():
-    with pytest.raises(UserError) as caught:
-        resolved("optimizer=adam")
-    assert "trains with SGD" in str(caught.value) and "did you mean" not in str(caught.value)
+@pytest.mark.parametrize("key", ["optimizer", "optimiser", "method.optimizer"])
+def test_an_optimiser_is_a_setting_of_the_method(key):
+    with pytest.raises(UserError, match=r"did you mean 'method\.optimiser'\?$"):
+        resolved(f"{key}=adamw")
+    with pytest.raises(UserError, match=r"method\.optimiser: input should be 'sgd' or 'adamw', got 'adam'"):
+        resolved("method.optimiser=adam")
 
 
 @pytest.mark.parametrize(

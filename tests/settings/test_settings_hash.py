@@ -62,6 +62,10 @@ def test_the_hash_changes_with_every_other_setting():
             "method.teacher=average",
             "method.schedule=cosine",
             "method.horizon=3",
+            "method.lr_warmup=3",
+            "method.optimiser=adamw",
+            "method.weight_decay=0.3",
+            "method.nesterov=true",
             "method.prior=batch",
             "method.labelled_view=strong",
             "method.merging=median",
@@ -106,7 +110,7 @@ def changed(hint, default):
     words = [word for kind in kinds for word in typing.get_args(kind)]  # of a Literal that may be None
     if words:
         return next(word for word in words if word != default)
-    if hint is bool:
+    if bool in (hint, *kinds):
         return str(not default).lower()
     if typing.get_origin(hint) is typing.Literal:
         return next(kind for kind in kinds if kind != default)

@@ -81,7 +81,7 @@ class Program:
         for name, weights in buffers.weights.items():
             weights.copy_(start[name][: len(weights)])
             buffers.statistics[name].copy_(start[name][len(weights) :])
-        for sums in (*buffers.momentum.values(), *buffers.losses.values(), buffers.labelling):
+        for sums in pytree.tree_leaves((buffers.optimiser, buffers.losses, buffers.labelling)):
             sums.zero_()
         for name, vector in buffers.received.items():
             vector.copy_(job.message[name])

@@ -66,7 +66,7 @@ def shape_of(job: Job, kept: Arrays) -> Hashable:
     streams = tuple(
         (s.part, s.batch, s.views, s.online, identity(s.logits), identity(s.labels)) for s in phase.streams
     )
-    descents = tuple((d.train, d.sgd, identity(d.loss)) for d in phase.descents)
+    descents = tuple((d.train, d.optimiser, identity(d.loss)) for d in phase.descents)
     sizes = tuple(
         tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
     )
