@@ -143,7 +143,7 @@ def test_the_commands_of_the_federation_page_parse():
             command, words = command.commands[words[0]], words[1:]
         with command.make_context(command.name, words):
             shown.add(command.name)
-    assert shown == {"init", "join", "admit", "server", "node", "status", "run", "predict"}
+    assert shown == {"init", "join", "admit", "server", "node", "status", "run", "predict", "next-labels"}
 
 
 def test_the_benchmark_commands_of_the_speed_page_parse():

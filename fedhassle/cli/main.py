@@ -23,6 +23,7 @@ from fedhassle.cli import (
     federation_setup,
     methods,
     models,
+    next_labels,
     reproduce,
     results,
     split,
@@ -102,6 +103,7 @@ for part in (
     *(federation.server, federation.node, federation.run, federation.status, federation_demo.demo),
 ):
     federation_app.command(cls=PlainCommand)(part)
+federation_app.command("next-labels", cls=PlainCommand)(next_labels.next_labels)
 
 
 def show_version(wanted: bool) -> None:

@@ -154,14 +154,14 @@ def introduction(words: Mapping[str, Any]) -> Introduction:
 def recounted(said: Introduction, words: Any, coarse_counts: bool) -> Introduction:
     """A site's introduction after its labels have changed; refuses counts of other images than before.
 
-    Labels move images from one use to another, so that the sum stays the same. Coarse counts hide the sum:
-    each lies within a factor √2 of its number, so that their sum may double.
+    Labels move images from one use to another: the sum cannot grow. Coarse counts hide the sum: each lies
+    within a factor √2 of its number, so that their sum may double.
     """
     if not isinstance(words, dict) or words.keys() != said.counts.keys():
         raise RefusedError(f"its new counts are {short(words)}")
     labelled, unlabelled, validation = (count_of(words[key], key) for key in said.counts)
     before, now = sum(said.counts.values()), labelled + unlabelled + validation
-    if not (now <= 2 * before and before <= 2 * now if coarse_counts else now == before):
+    if now > before * (2 if coarse_counts else 1):
         raise RefusedError(
             f"it joined with {before:,} images, and with its new labels it counts {now:,}: to use other "
             "images, its node must be restarted"

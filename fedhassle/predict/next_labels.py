@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fedhassle.data.site.folder import SiteData
+from fedhassle.data.site.validation import digests_of, groups_of
+from fedhassle.errors import require
 from fedhassle.predict.model import Prediction, TrainedModel
 
 Shares = npt.NDArray[np.float64]
@@ -71,3 +74,41 @@ def spread(score: Shares, classes: Numbers, count: int, patients: Numbers | None
         by_class[classes[row]] += 1
         left = np.delete(left, place)
     return np.array(chosen, np.int64)
+
+
+class Proposal(NamedTuple):
+    """An image to label."""
+
+    row: int  # in the site's data
+    file: str
+    uncertainty: float
+    disagreement: float
+    guesses: dict[str, str]  # class by prediction
+    probability: float  # of the main prediction's class
+
+
+def unlabelled_rows(site: SiteData) -> Numbers:
+    """Returns the rows of a site's images without a label; none at all is an error."""
+    rows = np.flatnonzero(site.y < 0)
+    require(len(rows) > 0, "every image has a label: there is nothing left to label")
+    return rows
+
+
+def proposals(
+    site: SiteData, rows: Numbers, predictions: Mapping[str, Prediction], model: TrainedModel, count: int
+) -> list[Proposal]:
+    """Returns up to `count` of these rows to label, by a model's predictions of them, in order."""
+    main, doubt = predictions[model.method.headline], doubts(predictions, model.method.headline)
+    known = np.zeros(len(site.x), np.uint64) if site.patients is None else site.patients
+    groups, _ = groups_of(known[rows], digests_of(site.x[rows]))  # copies of an image are one patient's
+    return [
+        Proposal(
+            row=int(rows[k]),
+            file=site.files[rows[k]],
+            uncertainty=float(doubt.uncertainty[k]),
+            disagreement=float(doubt.disagreement[k]),
+            guesses={mode: model.class_names[one.classes[k]] for mode, one in predictions.items()},
+            probability=float(main.probabilities[k].max()),
+        )
+        for k in spread(doubt.score, main.classes, count, groups)
+    ]

@@ -52,6 +52,7 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
         (("results", "add"), ("FILE...", "--experiment", "--results", "--data-dir", "exit code")),
         (("results", "check"), ("FILE...", "--experiment", "--results", "--data-dir")),
         (("federation",), ("init", "join", "admit", "expel", "server", "node", "run", "status", "demo")),
+        (("federation", "next-labels"), ("MODEL", "--data", "--count", "--out", "--page", "--patients")),
         (("federation", "server"), ("[FOLDER]",)),
         (("federation", "node"), ("--data", "--federation", "--name", "--labels", "--hash", "--device")),
         (("federation", "run"), ("[FOLDER]", "--out", "--test", "central")),

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fedhassle.data.site.validation import groups_of, partition
+from fedhassle.data.site.validation import Partition, groups_of, partition, relabelled
 
 
 def images(count, seed=0):
@@ -130,3 +130,12 @@ def test_an_image_without_a_patient_is_alone_and_identical_images_join_their_pat
     together = Counter(groups.tolist())
     assert sorted(together.values()) == [1, 1, 7] and len({*groups[:7]}) == 1
     assert keys[groups[0]] == 5 and keys[groups[8]] == 11 and len(keys) == 3
+
+
+def test_new_labels_leave_validation_as_it_is():
+    """Images to train on never become validation images; a withdrawn label takes one away, and back again."""
+    uses = Partition(np.array([0, 3]), np.array([1, 4]), np.array([2, 5]))  # 6 has no use
+    after = relabelled(uses, np.array([0, 1, 1, -1, -1, -1, 0]))
+    assert [part.tolist() for part in after] == [[0, 1], [3, 4], [2]]
+    again = relabelled(uses, np.array([0, 1, 1, 2, 2, 0, 0]))
+    assert [part.tolist() for part in again] == [[0, 1, 3, 4], [], [2, 5]]

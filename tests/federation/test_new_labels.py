@@ -111,8 +111,7 @@ def test_labels_move_images_from_one_use_to_another():
     ("words", "coarse", "why"),
     [
         (counts(10**12, 0, 0), False, "joined with 100 images, and with its new labels it counts 1,000,000"),
-        (counts(50, 41, 10), False, "joined with 100 images"),
-        (counts(40, 49, 10), False, "must be restarted"),
+        (counts(50, 41, 10), False, "must be restarted"),
         (counts(128, 64, 16), True, "joined with 100 images"),
         (counts(-1, 91, 10), False, "count of labelled samples is -1"),
         (counts(True, 89, 10), False, "count of labelled samples is True"),
@@ -166,13 +165,14 @@ def test_new_labels_are_counted_between_rounds_and_the_run_goes_on(tmp_path):
     assert sum(after.values()) == before
     assert list(followed(folder, ReadPosition(), lambda: True)) == steps
     assert small.summary_of(folder.path)["sites"][LATE]["labelled"] == now.labelled
-    last = small.metrics_of(folder.path)[-1]["sites"]
-    assert (LATE in last) == bool(after["validation"])
+    assert not any(
+        LATE in line["sites"] for line in small.metrics_of(folder.path)
+    )  # it may have trained on all
 
 
 def test_a_site_trains_with_new_labels_as_one_that_started_with_them(tmp_path):
     """The same message gives the same bits, after the change and at a site that began with these labels."""
-    new, agreed = [], terms(validation=0.3, run='method = {name = "fedavg", batch = 8, epochs = 1}')
+    new, agreed = [], terms(run='method = {name = "fedavg", batch = 8, epochs = 1}')
     (sites, y), (x, _) = nodes(tmp_path / "a", new, agreed), held(small.dataset(), FEW)[LATE]
     changed, fresh = sites[LATE], SiteNode(LATE, agreed, x, y, tmp_path / "b", ENGINE)
     introduced = changed.answer("query", Payload({})).words

@@ -46,6 +46,15 @@ def partition(x: Images, y: Labels, share: float, patients: Patients | None = No
     )
 
 
+def relabelled(uses: Partition, y: Labels) -> Partition:
+    """Returns the uses under new labels: images to train on stay so, and validation images too if labelled.
+
+    So a run never validates on what it has trained on, and all its rounds are compared on the same images.
+    """
+    pool = np.union1d(uses.labelled, uses.unlabelled)
+    return Partition(pool[y[pool] >= 0], pool[y[pool] < 0], uses.validation[y[uses.validation] >= 0])
+
+
 def digests_of(x: Images) -> Numbers:
     """Returns a number below 2⁶⁴ for each image that depends on its pixels alone."""
     return np.array([digest(image) for image in x], np.uint64)

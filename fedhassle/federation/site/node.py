@@ -22,7 +22,7 @@ from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import SiteData, read_site
 from fedhassle.data.site.patients import Patients, count_patients
 from fedhassle.data.site.survey import conversions, skipped
-from fedhassle.data.site.validation import Partition, partition
+from fedhassle.data.site.validation import Partition, partition, relabelled
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.device import Engine
@@ -107,6 +107,7 @@ class SiteNode:
         require(x.shape[1:] == shape, f"the images have shape {x.shape[1:]}, but {shape} is agreed")
         self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
         self.patients = patients
+        self._uses = partition(x, y, agreed.validation, patients)
         self.dataset, self.rows, self.client = self._holding(x, y)
         self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
         self._new_labels = new_labels
@@ -114,13 +115,13 @@ class SiteNode:
         self._run: SiteRun | None = None
 
     def _holding(self, x: np.ndarray, y: Labels) -> Holding:
-        """The site's images with these labels, divided by their use."""
+        """The site's images with these labels; none that may have been trained on goes to validation."""
         agreed = self.agreement.data
         require(
             len(y) == len(x) and (not len(y) or int(y.max()) < len(agreed.class_names)),
             f"expected one label below {len(agreed.class_names)} for each image",
         )
-        rows = partition(x, y, agreed.validation, self.patients)
+        rows = relabelled(self._uses, y)
         client = Client(self.name, len(rows.labelled), len(rows.unlabelled))
         return Holding(dataset_of(self.agreement, x, y), rows, client)
 
