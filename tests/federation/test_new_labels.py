@@ -10,8 +10,10 @@ from PIL import Image
 
 from fedhassle.federation.build import run_settings
 from fedhassle.federation.messages import Introduction, Payload, RefusedError, recounted
+from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.federation.server.follow import ReadPosition, followed
+from fedhassle.federation.server.sites import Sites
 from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
 from fedhassle.federation.site.node import SiteNode
 from fedhassle.files import json_lines
@@ -100,11 +102,11 @@ def counts(labelled, unlabelled, validation):
 
 
 def test_labels_move_images_from_one_use_to_another():
-    new = recounted(SAID, counts(80, 5, 15), False)
-    assert new.client == Client("north", 80, 5) and new.validation == 15
+    new = recounted(SAID, counts(80, 12, 8), False)
+    assert new.client == Client("north", 80, 12) and new.validation == 8
     assert new._replace(client=SAID.client, validation=10) == SAID
     assert recounted(SAID, counts(0, 100, 0), False).client == Client("north", 0, 100)  # a site may withdraw
-    assert recounted(SAID, counts(128, 0, 64), True).client == Client("north", 128, 0)
+    assert recounted(SAID, counts(128, 64, 8), True).client == Client("north", 128, 64)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,7 @@ def test_labels_move_images_from_one_use_to_another():
         (counts(10**12, 0, 0), False, "joined with 100 images, and with its new labels it counts 1,000,000"),
         (counts(50, 41, 10), False, "must be restarted"),
         (counts(128, 64, 16), True, "joined with 100 images"),
+        (counts(256, 0, 8), True, "joined with 100 images"),
         (counts(-1, 91, 10), False, "count of labelled samples is -1"),
         (counts(True, 89, 10), False, "count of labelled samples is True"),
         ({"labelled": 100}, False, "its new counts are"),
@@ -217,3 +220,20 @@ def test_a_worker_restarted_with_new_labels_announces_them(tmp_path):
     assert [LATE in names_of for names_of in names] == [True, False, True, True]
     (failed, *_) = [e for e in json_lines(folder.audit) if e["event"] == "failed"]
     assert failed["why"].startswith("its labels have changed") and failed["round"] == 2
+
+
+def test_new_labels_keep_the_rules_on_counts(tmp_path):
+    """A site that has the most images of both kinds cannot label them all."""
+    most = max(len(y) for _, y in held(small.dataset(), FEW).values())
+    agreed = terms(run=RUN, most_images=most)
+    sites, _ = nodes(tmp_path / "sites", agreed=agreed)
+    transport = FakeTransport({k: node.answer for k, node in sites.items()})
+    made = Sites(transport, agreed, Audit(tmp_path / "audit.jsonl"), Flying().clock)
+    made.gather(3)
+    big = made.joined[LATE].introduction._replace(client=Client(LATE, most, most))
+    made.joined[LATE] = made.joined[LATE]._replace(introduction=big)
+    made._announced[LATE] = counts(2 * most, 0, 0)
+    made.refresh()
+    assert made.joined[LATE].introduction == big
+    (event,) = [e for e in json_lines(tmp_path / "audit.jsonl") if e["event"] == "failed"]
+    assert "most_images" in event["why"]

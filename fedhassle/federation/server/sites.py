@@ -157,6 +157,7 @@ class Sites:
             node, said = self.joined[name]
             try:
                 new = recounted(said, words, self.coarse_counts)
+                self._check_counts(new)
             except RefusedError as refused:
                 log.warning("the new labels of %s are not used: %s", name, refused)
                 self.audit.write("failed", site=name, why=f"new labels: {refused}")
@@ -177,13 +178,7 @@ class Sites:
                 f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}: the "
                 "coordinator runs fedhassle federation admit again, with the site's own name"
             )
-        for what, count in (("labelled", said.client.labelled), ("unlabelled", said.client.unlabelled)):
-            if count + said.validation > self.rules.most_images:
-                raise RefusedError(
-                    f"it says that it has {count + said.validation:,} {what} images, but a site can have at "
-                    f"most {self.rules.most_images:,}: if that is true, the coordinator raises most_images "
-                    "under [rules] in federation.toml"
-                )
+        self._check_counts(said)
         if name in self.joined:
             raise RefusedError(f"another site called {short(name)} is online already")
         if said.agreed != self.agreed:
@@ -197,6 +192,16 @@ class Sites:
                 raise RefusedError(
                     f"its code of {short(path)} differs from the coordinator's (hash {short(found)} instead "
                     f"of {code!r}): send it the coordinator's Python file, and restart its node"
+                )
+
+    def _check_counts(self, said: Introduction) -> None:
+        """Refuses a site with more images than the rules allow."""
+        for what, count in (("labelled", said.client.labelled), ("unlabelled", said.client.unlabelled)):
+            if count + said.validation > self.rules.most_images:
+                raise RefusedError(
+                    f"it says that it has {count + said.validation:,} {what} images, but a site can have at "
+                    f"most {self.rules.most_images:,}: if that is true, the coordinator raises most_images "
+                    "under [rules] in federation.toml"
                 )
 
     def _gone(self, waiting: Mapping[str, str], absent: dict[str, float], now: float) -> list[str]:
