@@ -48,20 +48,24 @@ def server(folder: Coordinators = FOLDER) -> None:
     require_flower()
     from fedhassle.federation.agreement import read_agreement
     from fedhassle.federation.build import require_buildable
-    from fedhassle.federation.server.host import running_server, server_log, watch_sites
+    from fedhassle.federation.server.host import server_log
+    from fedhassle.federation.server.keep import keep_server
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
 
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
     require_buildable(agreement)  # runs import their method in this process
+
+    def ready() -> None:
+        say(f"{agreement.name}: ready at {agreement.address}; log in {server_log(found)}")
+        if not admitted(found.path):
+            say("no site is admitted yet: fedhassle federation admit NAME NAME.pub")
+
     try:
-        with interruptible(), running_server(found) as process:
+        with interruptible():
             end_with_parent()
-            say(f"{agreement.name}: ready at {agreement.address}; log in {server_log(found)}")
-            if not admitted(found.path):
-                say("no site is admitted yet: fedhassle federation admit NAME NAME.pub")
-            for line in watch_sites(found, process):
+            for line in keep_server(found, ready):
                 say(f"{datetime.now():%H:%M:%S} {line}")
     except KeyboardInterrupt:
         say("the server has stopped")
@@ -218,7 +222,7 @@ def follow_run(
 
     link = link_of(folder)
     alive = [one for one in host.runs(link) if one.alive]
-    going = [one.id for one in alive if one.folder == str(place.path)]
+    going = any(one.folder == str(place.path) for one in alive)
     if alive and not going:
         raise UserError(
             f"another run is using these sites, in {alive[0].folder}: wait for its end, or follow it with "
@@ -227,13 +231,15 @@ def follow_run(
     seen = read_position(place)
     if going:
         say("the run is already in progress: following it")
-    number = going[0] if going else submit(flower_home(folder), folder.agreement, place.path, test)
+    else:
+        submit(flower_home(folder), folder.agreement, place.path, test)
     try:
-        steps = followed(place, seen, lambda: host.is_alive(link, number), say)
+        steps = followed(place, seen, lambda: bool(host.alive_in(link, place.path)), say)
         follow(steps, rounds, headline, console)
     except KeyboardInterrupt:
         with uninterrupted():
-            host.stop(link, number)
+            for one in host.alive_in(link, place.path):
+                host.stop(link, one.id)
             wait_until_free(place.path)
         raise
 
@@ -242,9 +248,10 @@ def status(folder: Coordinators = FOLDER) -> None:
     """Show the admitted sites, which are connected, and the latest runs."""
     require_flower()
     from fedhassle.federation.agreement import agreement_hash, read_agreement
+    from fedhassle.federation.flower.logs import last_warnings
     from fedhassle.federation.server import host
     from fedhassle.federation.server.audit import Audit
-    from fedhassle.federation.server.host import link_of, online_sites
+    from fedhassle.federation.server.host import link_of, online_sites, server_log
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.runs.folder import Folder
@@ -265,3 +272,8 @@ def status(folder: Coordinators = FOLDER) -> None:
         return
     for one in runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")
+    troubles = last_warnings(server_log(found), FEW)
+    if troubles:
+        say("what the server had to deal with lately:")
+    for line in troubles:
+        say(f"  {line}")

@@ -26,6 +26,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.config import parse_config_args
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.serverapp import ServerApp
+from flwr.supercore.heartbeat import HeartbeatSender
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -33,7 +34,7 @@ from small import LIMIT
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import write_agreement
-from fedhassle.federation.flower import patches, process_tree, processes
+from fedhassle.federation.flower import database, patches, process_tree, processes
 from fedhassle.federation.flower.transport import FlowerTransport, SiteRequest, from_records, to_records
 from fedhassle.federation.messages import (
     Payload,
@@ -188,6 +189,14 @@ def test_the_patched_parts_of_flower_exist():
     assert import_module(patches.SUPERNODE).time is time
     source = inspect.getsource(import_module(patches.SUPERNODE))
     assert source.count("time.sleep(3)") == 1 and source.count("time.sleep(0.5)") == 2
+    retries = import_module(patches.RETRIES)
+    assert isinstance(retries._RETRYABLE_STATUS_CODES, frozenset) and retries.MAX_RETRY_DELAY > 0
+    cli = inspect.getsource(import_module("flwr.supernode.cli.flower_supernode"))
+    assert f'name="{supernode.API}"' in cli
+    assert callable(import_module(patches.FLEET).activate_node) and callable(HeartbeatSender._heartbeat)
+    for module, names in database.WRITING.items():
+        for name in names:
+            assert list(inspect.signature(getattr(module, name)).parameters)[:2] == ["request", "state"]
 
 
 class Outbox:
@@ -239,31 +248,33 @@ def test_an_answer_left_over_from_a_stopped_run_delays_no_other(patched):
     assert sent == [*answered, "answer to train"] if patched else sent == answered
 
 
-def refusing(code):
-    response = httpx.Response(400, text=json.dumps({"code": code, "detail": "no"}))
+def refusing(code, extra=None):
+    content = {"code": code, "detail": "no"} | ({} if extra is None else {"extra": extra})
+    response = httpx.Response(400, text=json.dumps(content))
     return httpx.HTTPStatusError("no", request=httpx.Request("POST", "https://x"), response=response)
 
 
 def test_a_restarted_node_retries_until_the_superlink_notices_that_it_was_gone(monkeypatch):
+    """A key that counts as online is tried without end, one that is not admitted for a while."""
     now, tries = [0.0], []
     monkeypatch.setattr(patches.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(patches.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
     def activate(client, request):
         tries.append(request)
-        if now[0] < 60:
-            raise refusing(patches.NOT_ACTIVATED)
+        if now[0] < 600:
+            raise refusing(patches.NOT_ACTIVATED, patches.ONLINE_ALREADY)
         return "in"
 
     told = []
     on_refused = partial(told.append, "refused")
-    assert patches.retry_activation(activate, on_refused)("client", "request") == "in" and len(tries) == 21
+    assert patches.retry_activation(activate, on_refused)("client", "request") == "in" and len(tries) == 201
     with pytest.raises(httpx.HTTPStatusError):  # no retry for other reasons
         patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(2001)), on_refused)()
-    assert now[0] == pytest.approx(60, abs=2 * patches.RETRY_EVERY) and told == []
+    assert now[0] == pytest.approx(600, abs=2 * patches.RETRY_EVERY) and told == []
     with pytest.raises(httpx.HTTPStatusError):  # and not for ever
         patches.retry_activation(lambda: (_ for _ in ()).throw(refusing(patches.NOT_ACTIVATED)), on_refused)()
-    assert now[0] == pytest.approx(60 + patches.RETRY_FOR, abs=2 * patches.RETRY_EVERY) and told == [
+    assert now[0] == pytest.approx(600 + patches.RETRY_FOR, abs=2 * patches.RETRY_EVERY) and told == [
         "refused"
     ]
 
@@ -274,7 +285,9 @@ def test_a_node_whose_key_is_not_admitted_says_what_to_do_and_is_not_restarted(t
     words = ["--auth-supernode-private-key", str(key)]
     monkeypatch.setattr(sys, "argv", ["supernode", *words])
     monkeypatch.setattr(supernode, "keep_worker", lambda words: threading.Event())
-    monkeypatch.setattr(supernode, "log_to_output", lambda: None)
+    for name in ("log_to_output", "watch_api"):
+        monkeypatch.setattr(supernode, name, lambda **words: None)
+    monkeypatch.setattr(supernode, "leave", sys.exit)
     monkeypatch.setattr(supernode.log, "error", lambda *words: lines.append(words[0] % words[1:]))
     patched = []
     monkeypatch.setattr(supernode, "patch_supernode", patched.append)

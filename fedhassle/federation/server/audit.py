@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from fedhassle.files import json_lines
 
 Event = dict[str, Any]
+SERVER_ENDED = "the server's process has ended"  # why a run has stopped
 
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
 

@@ -35,7 +35,7 @@ from fedhassle.federation.build import (
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
-from fedhassle.federation.server.audit import COUNTED, Audit
+from fedhassle.federation.server.audit import COUNTED, SERVER_ENDED, Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.files import locked, write_text
@@ -93,7 +93,7 @@ def coordinate(
         except (SystemExit, KeyboardInterrupt):
             # Flower ends this program in the same way for a stopped run and for a server that has ended.
             ended = outlives(parent)
-            audit.write("stopped", why="the server's process has ended" if ended else "it was asked to stop")
+            audit.write("stopped", why=SERVER_ENDED if ended else "it was asked to stop")
             raise
         except BaseException as error:
             audit.write("stopped", why=str(error) or type(error).__name__)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.federation.flower.logs import LogReader
-from fedhassle.federation.server.audit import COUNTED, Audit
+from fedhassle.federation.server.audit import COUNTED, SERVER_ENDED, Audit
 from fedhassle.files import json_lines
 from fedhassle.method import Client
 from fedhassle.runs.folder import Folder
@@ -16,6 +16,7 @@ from fedhassle.runs.record import Metrics, Step
 
 POLL = 0.3  # seconds between two looks into the folder
 SILENCE = 10.0  # seconds without events after which to ask if the run is still alive
+PATIENCE = 180.0  # seconds that a run may be dead: the server resumes it, or is restarted and then does so
 
 
 class ReadPosition(NamedTuple):
@@ -42,9 +43,10 @@ def followed(
 ) -> Iterator[Step]:
     """Yields the rounds of a run as they end, until it is finished; raises if it stops.
 
-    `alive` tells if the run still exists, since a killed program writes no event. `tell` receives the new
-    lines of its log.
+    `alive` tells if the run still exists, since a killed program writes no event; it raises if no server
+    answers. `tell` receives the new lines of its log.
     """
+    dead = 0.0
     audit, log, silence, count = Audit(folder.audit), LogReader(folder.log, start.log), 0.0, start.events
     known: dict[str, Client] = {}
     while True:
@@ -59,17 +61,30 @@ def followed(
             if event["event"] == "done":
                 clients = tuple(known[name] for name in event["clients"])
                 yield Step(event["round"], clients, metrics_of(folder, event["round"]))
-            if event["event"] == "stopped":
+            if event["event"] == "stopped" and event["why"] != SERVER_ENDED:
                 raise UserError(f"the run has stopped: {event['why']}")
             if event["event"] == "finished":
                 return
         silence = 0.0 if len(events) > count else silence + POLL
         count = max(count, len(events))
+        dead = dead if silence else 0.0
         if silence > SILENCE:
-            silence = 0.0
-            if not alive() and len(audit.read()) == count:
-                raise UserError(f"the run has ended unexpectedly; {folder.path} can be resumed")
+            why, dead, silence = reason(alive), dead + silence, 0.0
+            if not why:
+                dead = 0.0
+            elif dead > PATIENCE and len(audit.read()) == count:
+                raise UserError(f"{why}; {folder.path} can be resumed")
+            elif dead <= 2 * SILENCE:
+                tell(f"{why}; waiting for the server to resume it")
         pause(POLL)
+
+
+def reason(alive: Callable[[], bool]) -> str:
+    """Why a run cannot be followed; empty if it is alive."""
+    try:
+        return "" if alive() else "the run has ended unexpectedly"
+    except UserError as error:
+        return str(error)
 
 
 def metrics_of(folder: Folder, t: int) -> Metrics | None:

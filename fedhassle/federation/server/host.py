@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from flwr.proto.control_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.retry import RetryInvoker, constant
 
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import parsed_address, read_agreement
@@ -39,6 +40,7 @@ from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import locked
 
 STARTUP = 90.0  # seconds that a SuperLink has to start
+PATIENCE = 60.0  # seconds in which a call is repeated while the server cannot answer it
 POLL = 2.0  # seconds between two looks at the admitted sites and the online nodes
 UNREGISTERED, ONLINE = "unregistered", "online"  # Flower's words for the state of a node
 
@@ -107,10 +109,11 @@ def watch_sites(
     folder: FederationFolder,
     process: subprocess.Popen[bytes],
     pause: Callable[[float], None] = time.sleep,
+    more: Callable[[], Iterable[str]] = tuple,
 ) -> Iterator[str]:
     """Applies changes of `sites.toml` while the server runs; yields a line for each change.
 
-    Raises if the server ends.
+    Raises if the server ends. `more` is called at each look, and returns further lines.
     """
     link, here, trouble, sites = link_of(folder), set[str](), "", dict[str, AdmittedSite]()
     while True:
@@ -121,7 +124,8 @@ def watch_sites(
         except UserError as error:
             trouble = str(error)
         if process.poll() is not None:
-            raise UserError(f"the server has ended: {last_lines(server_log(folder))}")
+            code = process.returncode
+            raise UserError(f"the server has ended (exit code {code}): {last_lines(server_log(folder))}")
         if trouble and trouble != before:  # not every two seconds
             yield trouble
         try:
@@ -131,6 +135,7 @@ def watch_sites(
         yield from (f"{name} is online" for name in sorted(online - here))
         yield from (f"{name} is offline" for name in sorted(here - online))
         here = online
+        yield from more()
         pause(POLL)
 
 
@@ -206,6 +211,20 @@ def link_of(folder: FederationFolder) -> Link:
     return Link(f"{'[::1]' if ':' in address.host else '127.0.0.1'}:{address.port}", folder.ca)
 
 
+def patient() -> RetryInvoker:
+    """Repeats a call for a while if the server says that it cannot answer now: its database may be locked."""
+
+    def is_refusal(error: Exception) -> bool:
+        return isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+
+    return RetryInvoker(
+        *(lambda: constant(1.0), httpx.HTTPStatusError),
+        max_tries=None,
+        max_time=PATIENCE,
+        should_giveup=is_refusal,
+    )
+
+
 @contextmanager
 def connected_to(link: Link) -> Iterator[ControlHttpClient]:
     """Connects to a SuperLink; a server that does not answer, or refuses, is a one-line error."""
@@ -215,6 +234,7 @@ def connected_to(link: Link) -> Iterator[ControlHttpClient]:
             insecure=False,
             root_certificates=link.ca.read_bytes(),
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr")],
+            retry_invoker=patient(),
         )
     except (OSError, ValueError) as error:
         raise UserError(f"the certificate {link.ca} cannot be used: {error}") from error
@@ -288,9 +308,9 @@ def status_of(status: object) -> str:
     return ":".join(word for word in words if word)
 
 
-def is_alive(link: Link, run: int) -> bool:
-    """True until a run ends."""
-    return any(known.id == run and known.alive for known in runs(link))
+def alive_in(link: Link, folder: Path) -> list[StartedRun]:
+    """The runs in a folder that have not ended: one at most."""
+    return [run for run in runs(link) if run.alive and run.folder == str(folder)]
 
 
 def stop(link: Link, run: int) -> None:

@@ -8,18 +8,26 @@ requests from this machine only.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import sys
+import threading
+import time
 
 import uvicorn
-from flwr.supercore.http_logging import get_uvicorn_log_config
-from flwr.supercore.logger import console_handler
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
 from flwr.superlink.main import create_app
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fedhassle.federation.flower.database import patch_database
+from fedhassle.federation.flower.deliveries import patch_deliveries
+from fedhassle.federation.flower.logs import log_to_output
+from fedhassle.federation.flower.patches import patch_superlink
 from fedhassle.federation.flower.processes import end_with_parent
 
+log = logging.getLogger("fedhassle")
+
+WATCH = 1.0  # seconds between two looks at the program that starts runs
 SITES = "/v1/fleet/"  # the sites' part
 
 
@@ -48,19 +56,41 @@ def is_local(scope: Scope) -> bool:
         return False
 
 
+class WatchedLifespan(SuperLinkLifespan):
+    """Restarts the program that starts runs (Flower's SuperExec) whenever it ends."""
+
+    def startup(self) -> None:
+        """Starts the parts of the SuperLink."""
+        super().startup()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while (process := self.superexec_process) is not None:  # None: the SuperLink shuts down
+            time.sleep(WATCH)
+            if process.poll() is not None and self._started:
+                log.warning(
+                    "the program that starts runs has ended (exit code %s); restarting it", process.returncode
+                )
+                self._start_superexec_if_needed()
+
+
 def main() -> None:
     """Runs a SuperLink with the options of `flower-superlink`."""
     end_with_parent()
+    log_to_output(also=("flwr", "uvicorn"))
     sys.argv[0] = "flower-superlink"
     config = _parse_superlink_lifespan_config()
-    app = create_app(config, SuperLinkLifespan)
+    patch_superlink()
+    patch_database()
+    patch_deliveries()
+    app = create_app(config, WatchedLifespan)
     app.add_middleware(LocalControl)
     uvicorn.run(
         app,
         host=config.host,
         port=config.port,
         access_log=False,
-        log_config=get_uvicorn_log_config(console_handler.level),
+        log_config=None,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         proxy_headers=False,  # a caller must not choose its own address

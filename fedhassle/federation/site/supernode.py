@@ -21,6 +21,8 @@ from fedhassle.federation.site.supervise import CANNOT_WORK
 log = logging.getLogger("fedhassle")
 
 WORKER = "fedhassle.federation.site.worker"
+API = "supernode-runtime-http-api"  # Flower's name of the thread that serves the worker
+WATCH = 1.0  # seconds between two looks at that thread
 RESTART_AFTER = 5.0  # seconds until a worker that has ended is restarted
 
 
@@ -59,10 +61,32 @@ def keep_worker(words: list[str]) -> threading.Event:
     return cannot_work
 
 
+def watch_api() -> None:
+    """Ends this process once the thread that serves the worker has ended; a supervisor restarts it."""
+
+    def watch() -> None:
+        seen = False
+        while True:
+            there = any(thread.name == API for thread in threading.enumerate())
+            if seen and not there:
+                log.error("the part of the node that serves its worker has ended")
+                leave(1)
+            seen = seen or there
+            time.sleep(WATCH)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave(code: int) -> None:
+    """Ends this process at once: other threads of Flower would keep it alive, without a connection."""
+    logging.shutdown()
+    os._exit(code)
+
+
 def main() -> None:
     """Runs a SuperNode with the options of `flower-supernode`."""
     words = sys.argv[1:]
-    log_to_output()
+    log_to_output(also=("flwr", "uvicorn"))
     end_with_parent()
     cannot_work = keep_worker(words)
 
@@ -71,12 +95,18 @@ def main() -> None:
         cannot_work.set()
 
     patch_supernode(on_refused)
+    watch_api()
     sys.argv = ["flower-supernode", "--isolation", "process", *words]
+    code = 1
     try:
         flower_supernode()
+        log.error("the connection to the server has ended")  # it never does otherwise
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except Exception:
+        log.exception("the node has failed")
     finally:
-        if cannot_work.is_set():
-            sys.exit(CANNOT_WORK)
+        leave(CANNOT_WORK if cannot_work.is_set() else code)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from fedhassle.files import locked, write_text
 CANNOT_WORK = 2  # exit code of a node or worker that would only fail again
 POLL = 0.5  # seconds between two looks into a node's log
 RESTART_AFTER = 5.0  # seconds until a node that has ended is restarted
-WORKED = 300.0  # seconds after which a node counts as one that has worked
+WORKED = 60.0  # seconds after which a node counts as one that has worked
 MOST_RESTARTS = 5  # in a row, of a node that has not worked
 
 

@@ -1,0 +1,126 @@
+"""Keeps a federation's server running: restarts its SuperLink, and resumes runs whose program has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fedhassle.errors import UserError
+from fedhassle.federation.flower.logs import LogReader, write_line
+from fedhassle.federation.flower.processes import submit
+from fedhassle.federation.server import host
+from fedhassle.federation.server.audit import SERVER_ENDED, Audit, Event
+from fedhassle.federation.server.host import StartedRun, flower_home, link_of, server_log
+from fedhassle.federation.setup.folder import FederationFolder
+from fedhassle.files import wait_until_free
+from fedhassle.runs.folder import Folder
+
+RESTART_AFTER = 5.0  # seconds until a server that has ended is restarted
+WORKED = 60.0  # seconds after which a server counts as one that has worked
+MOST_RESTARTS = 5  # in a row, of a server that has not worked, or of a run that has not made a round
+
+
+def keep_server(
+    folder: FederationFolder, ready: Callable[[], None], pause: Callable[[float], None] = time.sleep
+) -> Iterator[str]:
+    """Runs a server while the caller iterates; yields a line for each event, and logs it.
+
+    `ready` is called when it first accepts requests. A server that ends is restarted, unless it never works.
+    """
+    log, ends, started = server_log(folder), 0, False
+    runs, reader = RunKeeper(folder), LogReader(log, log.stat().st_size if log.exists() else 0)
+
+    def more() -> list[str]:
+        return [*runs.look(), *news(reader)]
+
+    while True:
+        began, why = time.monotonic(), ""
+        try:
+            with host.running_server(folder) as process:
+                if not started:
+                    ready()
+                started = True
+                yield from host.watch_sites(folder, process, pause, more)
+        except UserError as error:
+            if not started:
+                raise
+            why = str(error)
+        ends = 1 if time.monotonic() - began > WORKED else ends + 1
+        if ends > MOST_RESTARTS:
+            raise UserError(f"the server has ended {ends} times in a row: {why}")
+        write_line(log, "WARNING", f"restarting the server in {RESTART_AFTER:.0f} s: {why}")
+        yield f"{why}; restarting it in {RESTART_AFTER:.0f} s"
+        pause(RESTART_AFTER)
+
+
+def news(reader: LogReader) -> list[str]:
+    """The new lines of the SuperLink's log that are ours, without their times."""
+    return [line.partition(" ")[2] for line in reader.new_lines()]
+
+
+class RunKeeper:
+    """Resumes runs that this server has seen alive, and whose program has ended without a word."""
+
+    def __init__(self, folder: FederationFolder) -> None:
+        self.folder, self.link = folder, link_of(folder)
+        self._alive: set[str] = set()  # the folders of runs that were alive at the last look
+        self._tries: dict[str, tuple[int, int]] = {}  # by folder: rounds at the last attempt, attempts since
+        self._resumed_at: dict[str, int] = {}  # by folder: the number of its events
+
+    def look(self) -> list[str]:
+        """Resumes what has ended unexpectedly since the last look; returns a line for each."""
+        try:
+            known = host.runs(self.link)
+        except UserError:  # too busy to answer: try again at the next look
+            return []
+        for run in known:
+            if run.alive and self._has_left(run):  # Flower would notice within a minute
+                host.stop(self.link, run.id)
+        alive = {run.folder for run in known if run.alive and not self._has_left(run)}
+        ended = self._alive - alive
+        self._alive = alive
+        said = []
+        for one in sorted(ended):
+            (last, *_) = [run for run in known if run.folder == one]  # the latest first
+            if not ended_by_accident(last):
+                continue
+            line = self._resume(one)
+            write_line(server_log(self.folder), "WARNING", line)
+            said.append(line)
+        return said
+
+    def _has_left(self, run: StartedRun) -> bool:
+        """True if the program of a run has said that it ends with the server, since it was last resumed."""
+        events = Audit(Folder(Path(run.folder)).audit).read()
+        return len(events) != self._resumed_at.get(run.folder) and is_stray(events)
+
+    def _resume(self, path: str) -> str:
+        audit, name = Audit(Folder(Path(path)).audit), f"the run in {path}"
+        rounds = sum(event["event"] == "round" for event in audit.read())
+        before, tries = self._tries.get(path, (-1, 0))
+        tries = tries + 1 if before == rounds else 1
+        self._tries[path] = (rounds, tries)
+        if tries > MOST_RESTARTS:
+            return f"{name} has ended unexpectedly {tries} times in a row; it is not resumed any more"
+        self._resumed_at[path] = len(audit.read())
+        test = audit.tested_on()
+        wait_until_free(Path(path))
+        try:
+            submit(flower_home(self.folder), self.folder.agreement, Path(path), Path(test) if test else None)
+        except UserError as error:
+            self._alive.add(path)  # try again at the next look
+            return f"{name} has ended unexpectedly, and could not be resumed: {error}"
+        return f"{name} has ended unexpectedly; resuming it from its last checkpoint"
+
+
+def ended_by_accident(run: StartedRun) -> bool:
+    """True if a run was not stopped by anyone, and did not say why it ended."""
+    events = Audit(Folder(Path(run.folder)).audit).read()
+    said = events[-1]["event"] if events else ""
+    return is_stray(events) or (run.status == "finished:failed" and said not in ("stopped", "finished"))
+
+
+def is_stray(events: Sequence[Event]) -> bool:
+    """True if a run has last said that the server's process had ended."""
+    return bool(events) and events[-1]["event"] == "stopped" and events[-1]["why"] == SERVER_ENDED
