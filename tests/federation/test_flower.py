@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sqlite3
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,8 +26,8 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
 from fedhassle.federation.build import dataset_of, run_settings
-from fedhassle.federation.flower import process_tree, processes
-from fedhassle.federation.server import host
+from fedhassle.federation.flower import logs, process_tree, processes
+from fedhassle.federation.server import host, keep
 from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
 from fedhassle.federation.setup.init import create_federation
@@ -240,6 +241,42 @@ def test_a_killed_server_resumes_from_its_last_round_and_ends_in_the_same_state(
     deployment.finish("resumed")
     assert deployment.events("resumed", "resumed")[0]["round"] in (2, 4)
     assert_close(deployment.folder / "resumed" / "model.safetensors", simulated(deployment, 6))
+
+
+def test_a_locked_database_and_dead_programs_cost_no_site_a_round(deployment):
+    """A backup locks the database for longer than Flower waits for it; then the run's programs are killed."""
+    keeper, log = keep.RunKeeper(deployment.files), host.server_log(deployment.files)
+    deployment.orders({})
+    deployment.submit("troubled", rounds=8, every=2, minimum=3)
+    deployment.until("troubled", lambda: deployment.events("troubled", "done"), "a round")
+    assert keeper.look() == []
+    database = sqlite3.connect(deployment.files.server / "state.db", LIMIT, isolation_level=None)
+    database.execute("BEGIN EXCLUSIVE")
+    locked = "locked by another program"
+    deployment.until("troubled", lambda: locked in log.read_text(errors="replace"), "a lock that was noticed")
+    time.sleep(5)  # until every part has met it
+    database.execute("ROLLBACK")
+    database.close()
+    before = len(deployment.events("troubled", "round"))
+    more = lambda: len(deployment.events("troubled", "round")) > before + 1  # noqa: E731
+    deployment.until("troubled", more, "rounds after the lock")
+    below = filter(process_tree.is_alive, process_tree.descendants(deployment.link.pid))
+    (starter,) = [one for one in below if "flower-superexec" in " ".join(one.cmdline())]
+    starter.kill()
+    deadline, said = time.monotonic() + LIMIT, []
+    while not said and time.monotonic() < deadline:
+        said = keeper.look()
+        time.sleep(0.5)
+    assert "has ended unexpectedly; resuming it" in said[0]
+    deployment.before = len(deployment.events("troubled"))
+    deployment.finish("troubled")
+    assert_close(deployment.folder / "troubled" / "model.safetensors", simulated(deployment, 8))
+    rounds = deployment.events("troubled", "round")
+    assert [event["contributed"] for event in rounds] == [sorted(SITES)] * len(rounds)
+    assert all(node.poll() is None for node in deployment.nodes.values())
+    told = " ".join(logs.last_warnings(log, 10))
+    for part in (locked, "works again", "the program that starts runs has ended", "resuming it"):
+        assert part in told
 
 
 def test_a_run_does_not_outlive_its_server(deployment):

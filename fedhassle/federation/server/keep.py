@@ -49,8 +49,9 @@ def keep_server(
         ends = 1 if time.monotonic() - began > WORKED else ends + 1
         if ends > MOST_RESTARTS:
             raise UserError(f"the server has ended {ends} times in a row: {why}")
-        write_line(log, "WARNING", f"restarting the server in {RESTART_AFTER:.0f} s: {why}")
-        yield f"{why}; restarting it in {RESTART_AFTER:.0f} s"
+        line = f"{why.partition(': ')[0]}; restarting it in {RESTART_AFTER:.0f} s"
+        write_line(log, "WARNING", line)
+        yield line
         pause(RESTART_AFTER)
 
 
