@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
+from fedhassle.averaging import Averaged
 from fedhassle.data.catalogue import Dataset, default_entry
 from fedhassle.engine.device import Engine
 from fedhassle.errors import require
@@ -94,13 +94,9 @@ def headline_of(settings: Settings) -> str:
 
 def with_settings_of(method: Method, settings: Settings) -> Settings:
     """The settings with the values that the built method has, so that none is left open."""
-    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name != "net"}
+    of = method.inner if isinstance(method, Averaged) else method
+    values = {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.name != "net"}
     return settings.model_copy(update={"method": MethodSettings(name=settings.method.name, **values)})
-
-
-def method_settings(words: dict[str, Any]) -> dict[str, Any]:
-    """Checks the settings of a method that came over the network; returns them without its name."""
-    return resolve(Request(({"method": words}, {"device": "cpu"}))).method.settings
 
 
 def engine_of(agreement: Agreement, device: str) -> Engine:

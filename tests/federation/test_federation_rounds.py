@@ -2,20 +2,22 @@
 
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import small
 import torch
 from federations import (
+    ENGINE,
     FEW,
-    NET,
     FakeTransport,
     FlowerFederation,
     Flying,
     Sites,
+    agreed_on,
     federation,
     held,
-    method_named,
+    planned,
     site,
     terms,
 )
@@ -24,9 +26,11 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
-from fedhassle.federation.messages import Failure, Payload, answered, failure, update_words
+from fedhassle.federation.audit_log import AuditLog
+from fedhassle.federation.messages import Failure, Payload, answered, failure, to_json, update_words
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.sites import GONE
+from fedhassle.federation.site.node import SiteNode
 from fedhassle.method import Client, Update
 from fedhassle.methods import METHODS
 from fedhassle.provenance import own_code
@@ -370,8 +374,7 @@ def test_a_run_resumed_after_a_round_ends_in_the_same_bits(name, tmp_path):
         states[done.t] = done.state
         if done.t == 2:
             first.prune([2])
-    agreed = terms()
-    sites = Sites(transport, agreed, first.audit, Flying().clock)
+    sites = Sites(transport, agreed_on(name), first.audit, Flying().clock)
     second = FlowerFederation(sites, first.plan, first.memory)
     again = {done.t: done.state for done in federate(method, second, plan, states[2], first=3)}
     assert sorted(again) == [3, 4] and all(small.same(again[t], states[t]) for t in again)
@@ -400,32 +403,151 @@ def test_a_site_receives_only_the_models_that_it_needs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"method": {"name": "os:system"}}, "federation.toml does not name"),
-        ({"net": "subprocess:Popen"}, "federation.toml does not name"),
-        ({"run": "../../x"}, "cannot name a run"),
-        ({"method": {"name": "fedavg", "lr": "fast"}}, "method.lr"),
+        (
+            {"method": {"name": "os:system"}},
+            "asks for method.name='os:system', but this site's",
+        ),
+        ({"net": "subprocess:Popen"}, "asks for net='subprocess:Popen', but this site's federation.toml"),
+        ({"method": "fedavg"}, "asks for method.name=None, but"),
+        (
+            {"method": {"name": "hassle"}},
+            "but this site's federation.toml says method.name='fedavg': c",
+        ),
+        ({"method": {"name": "local"}}, "method.name='local', but"),
+        ({"method": {"name": "fedavg"}}, "method.batch=None, method.epochs=None, method.lr=None, but"),
+        ({"net": "lenet"}, "asks for net='lenet', but this site's federation.toml says net='small:ConvNet'"),
+        ({"run": "..-..-x"}, "cannot name a run"),
         ({"round": -1}, "count of round samples"),
+        ({"rounds": 0}, "has no rounds"),
+        ({"rounds": "many"}, "count of round samples"),
     ],
 )
 def test_a_site_refuses_what_it_has_not_agreed_to(change, why, tmp_path):
     x, y = held(small.dataset())["client 1"]
-    node = site(tmp_path, "client 1", x, y)
-    words = {"run": "abc", "method": {"name": "fedavg"}, "net": NET, "seed": 0, "round": 1, "since": 0}
-    answer = node.answer("train", Payload({**words, **change}))
-    assert why in answer.words["error"]
+    node = site(tmp_path, "client 1", x, y, agreed_on("fedavg"))
+    method, plan = planned(agreed_on("fedavg"))
+    sent = {"whole w": method.initial(0)["w"].numpy()}
+    answer = node.answer("train", Payload({**plan, "round": 1, "since": 0, **change}, sent))
+    assert why in answer.words["error"] and not answer.arrays
     assert "gossip" in node.answer("gossip", Payload({})).words["error"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("epochs", 1000), ("batch", 1), ("lr", 1.0), ("momentum", 0.0)])
+def test_a_site_refuses_other_settings_of_the_agreed_method(key, value, tmp_path):
+    """One full-batch step at rate 1 would send an exact gradient."""
+    x, y = held(small.dataset())["client 1"]
+    node = site(tmp_path, "client 1", x, y, agreed_on("fedavg"))
+    method, plan = planned(agreed_on("fedavg"))
+    words = {**plan, "method": {**plan["method"], key: value}, "round": 1, "since": 0}
+    answer = node.answer("train", Payload(words, {"whole w": method.initial(0)["w"].numpy()}))
+    agreed = plan["method"][key]
+    expected = f"asks for method.{key}={value}, but this site's federation.toml says method.{key}={agreed}"
+    assert expected in answer.words["error"] and not answer.arrays
+
+
+def test_a_site_refuses_a_model_of_another_length(tmp_path):
+    x, y = held(small.dataset())["client 1"]
+    node = site(tmp_path, "client 1", x, y, agreed_on("fedavg", terms(validation=0.4)))
+    method, plan = planned(agreed_on("fedavg", terms(validation=0.4)))
+    short = {"whole w": method.initial(0)["w"].numpy()[:-1]}
+    for kind in ("train", "evaluate"):
+        answer = node.answer(kind, Payload({**plan, "round": 1, "since": 0}, short))
+        assert "the agreed network has" in answer.words["error"]
+
+
+def test_the_number_of_rounds_is_the_servers_and_settings_that_follow_from_it_are_agreed(tmp_path):
+    """hassle+ starts its second model after three tenths of the rounds."""
+    x, y = held(small.dataset())["client 2"]
+    node = site(tmp_path, "client 2", x, y, agreed_on("hassle+"))
+    for rounds, start in ((10, 3), (100, 30)):
+        method, plan = planned(
+            replace(agreed_on("hassle+"), run={**agreed_on("hassle+").run, "rounds": rounds})
+        )
+        assert plan["method"]["start"] == start
+        arrays = {f"whole {k}": v.numpy() for k, v in method.initial(0).items()}
+        answer = node.answer("train", Payload({**plan, "run": f"r{rounds}", "round": 1, "since": 0}, arrays))
+        assert list(answer.arrays) == ["whole w_S"]
+        plan["method"]["start"] = 0
+        assert "method.start=0" in node.answer("train", Payload({**plan, "round": 1}, arrays)).words["error"]
+
+
+# What leaves a site
+
+
+def test_a_site_logs_who_asked_and_what_it_sent(tmp_path):
+    agreed = agreed_on("fedavg", terms(validation=0.4))
+    x, y = held(small.dataset())["client 1"]
+    node = SiteNode("client 1", agreed, x, y, tmp_path / "memory", ENGINE, audit=tmp_path / "audit.jsonl")
+    method, plan = planned(agreed)
+    model = {"whole w": method.initial(0)["w"].numpy()}
+    node.answer("query", Payload({"kind": "query"}))
+    trained = node.answer("train", Payload({**plan, "round": 1, "since": 0}, model))
+    node.answer("evaluate", Payload({**plan, "round": 1}, model))
+    node.answer("train", Payload({**plan, "method": {"name": "local"}, "round": 2, "since": 1}, model))
+    events = AuditLog(tmp_path / "audit.jsonl").read()
+    assert [(e["event"], e["kind"], e.get("round")) for e in events] == [
+        *(("answered", "query", None), ("answered", "train", 1)),
+        *(("answered", "evaluate", 1), ("failed", "train", 2)),
+    ]
+    assert {e["asked_by"] for e in events} == {"small at 127.0.0.1:9"} and events[1]["run"] == "abc"
+    length = method.net.n_weights + method.net.n_statistics
+    assert events[1]["arrays"] == {"whole w": length} and events[1]["words"] == trained.words
+    assert events[1]["sent_bytes"] == 4 * length + len(to_json(trained.words))
+    assert events[1]["received_bytes"] > 4 * length
+    assert set(events[2]["words"]) == {"right", "count"} and not events[2]["arrays"]
+    assert "method.name='local'" in events[3]["words"]["error"] and not events[3]["arrays"]
+
+
+def test_what_cannot_be_logged_does_not_leave(tmp_path):
+    agreed = agreed_on("fedavg")
+    x, y = held(small.dataset())["client 1"]
+    (tmp_path / "audit.jsonl").mkdir()
+    node = SiteNode("client 1", agreed, x, y, tmp_path / "memory", ENGINE, audit=tmp_path / "audit.jsonl")
+    method, plan = planned(agreed)
+    words = {**plan, "round": 1, "since": 0}
+    answer = node.answer("train", Payload(words, {"whole w": method.initial(0)["w"].numpy()}))
+    assert answer == failure("its audit log cannot be written: Is a directory")
+
+
+LEAVING = {
+    "a full disk": (
+        OSError(28, "No space left on device", "/home/miller/scans/a.png"),
+        "OSError: [Errno 28] No space left on device: '…'",
+    ),
+    "a path with spaces": (UserError("/data/my scans/Miller John.png is damaged"), "… … … is damaged"),
+    "a quoted path": (UserError("'C:\\Users\\John Miller\\x.npz' cannot be read"), "'…' cannot be read"),
+    "a name of a file": (UserError("skipped miller.PNG: no image"), "skipped …: no image"),
+    "a relative path": (UserError("see node/north/node.log"), "see …"),
+    "a key": (KeyError("Miller, John"), "KeyError: '…'"),
+    "no path": (MemoryError("no memory left"), "MemoryError: no memory left"),
+    "settings": (UserError("method.lr=1 in federation.toml"), "method.lr=1 in federation.toml"),
+    "a label": (UserError("labels.csv has changed"), "labels.csv has changed"),
+}
+
+
+@pytest.mark.parametrize("what", LEAVING)
+def test_errors_leave_a_site_without_paths(what, tmp_path, monkeypatch, caplog):
+    error, told = LEAVING[what]
+    x, y = held(small.dataset())["client 1"]
+    node = site(tmp_path, "client 1", x, y)
+
+    def fail(payload):
+        raise error
+
+    monkeypatch.setattr(node, "train", fail)
+    assert node.answer("train", Payload({})) == failure(told)
+    assert str(error) in caplog.text  # the site's own log has all of it
 
 
 def test_a_site_reports_the_hits_on_its_validation_images(tmp_path):
     """Computed by hand on the rows that were kept from training."""
-    agreed = terms(validation=0.4)
+    agreed = agreed_on("fedavg", terms(validation=0.4))
     x, y = held(small.dataset())["client 1"]
     node = site(tmp_path, "client 1", x, y, agreed)
     rows = node.rows.validation
     assert 0 < len(rows) < len(y) and not set(rows) & set(node.rows.labelled)
-    method = method_named("fedavg")
+    method, plan = planned(agreed)
     vector = method.initial(0)["w"]
-    plan = {"run": "abc", "method": {"name": "fedavg"}, "net": NET, "seed": 0}
     answer = node.answer("evaluate", Payload({**plan, "round": 1}, {"whole w": vector.numpy()}))
     pixels = torch.from_numpy((x[rows] / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
     right = (method.net.logits(vector, pixels).argmax(1).numpy() == y[rows]).sum()
@@ -435,11 +557,12 @@ def test_a_site_reports_the_hits_on_its_validation_images(tmp_path):
 def test_a_site_measures_in_float32_whatever_it_trains_in(tmp_path, monkeypatch):
     """As the simulator and the coordinator do, whose figures are shown beside its own."""
     x, y = held(small.dataset())["client 1"]
-    node, method, seen = site(tmp_path, "client 1", x, y, terms(validation=0.4)), METHODS["fedavg"], []
+    agreed = agreed_on("fedavg", terms(validation=0.4))
+    node, method, seen = site(tmp_path, "client 1", x, y, agreed), METHODS["fedavg"], []
     node.engine, predict = Engine(small.CPU, "bf16"), method.predict
     monkeypatch.setattr(method, "predict", lambda *words: seen.append(predict(*words)) or seen[-1])
-    words = {"run": "abc", "method": {"name": "fedavg"}, "net": NET, "seed": 0, "round": 1}
-    vector, net = method_named("fedavg").initial(0)["w"], method_named("fedavg").net
+    built, plan = planned(agreed)
+    words, vector, net = {**plan, "round": 1}, built.initial(0)["w"], built.net
     assert "right" in node.answer("evaluate", Payload(words, {"whole w": vector.numpy()})).words
     images = torch.from_numpy(x[node.rows.validation])
     assert torch.equal(

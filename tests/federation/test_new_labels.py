@@ -5,10 +5,9 @@ import os
 import numpy as np
 import pytest
 import small
-from federations import ENGINE, FEW, FakeTransport, Flying, held, terms
+from federations import ENGINE, FEW, FakeTransport, Flying, held, planned, terms
 from PIL import Image
 
-from fedhassle.federation.build import run_settings
 from fedhassle.federation.messages import Introduction, Payload, RefusedError, recounted
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
@@ -183,8 +182,7 @@ def test_a_site_trains_with_new_labels_as_one_that_started_with_them(tmp_path):
     told = changed.answer("evaluate", Payload({"counts": counts(0, len(y), 0)})).words["labels"]
     expected = fresh.answer("query", Payload({})).words
     assert told == {key: expected[key] for key in told} and introduced["labelled"] == 0
-    method = run_settings(agreed).method.model_dump()
-    plan = {"run": "abc", "method": method, "net": "small:ConvNet", "seed": 0, "round": 1, "since": 0}
+    plan = {**planned(agreed)[1], "round": 1, "since": 0}
     start = small.net().initial(0).numpy()
     message = Payload({**plan, "counts": told}, {"whole w": start})
     mine, other = (node.answer("train", message) for node in (changed, fresh))

@@ -1,6 +1,6 @@
 """Federations in one process: sites, a transport that can lose messages, and a clock that jumps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import small
@@ -8,6 +8,7 @@ import small
 from fedhassle.data.split.split import Split
 from fedhassle.engine.device import Engine
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules
+from fedhassle.federation.build import agreed_method, empty_dataset, run_settings, with_settings_of
 from fedhassle.federation.flower.transport import Answer, ConnectedNode, from_records, to_records
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.federation import FlowerFederation
@@ -130,8 +131,23 @@ def network(folder, agreed, split=FEW):
 
 def federation(folder, name, agreed=None, split=small.SPLIT, **settings):
     """A method, a federation of the sites of a split that trains it, and its transport."""
-    agreed = agreed or terms()
+    agreed = agreed_on(name, agreed, **settings)
     transport = network(folder, agreed, split)
     sites = Sites(transport, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
-    plan = {"run": "abc", "method": {"name": name, **settings_of(name), **settings}, "net": NET, "seed": 0}
-    return method_named(name, **settings), FlowerFederation(sites, plan), transport
+    method, plan = planned(agreed)
+    return method, FlowerFederation(sites, plan), transport
+
+
+def agreed_on(name, agreed=None, **settings):
+    """An agreement on a method, with settings with which few steps use all that it has."""
+    agreed = agreed or terms()
+    method = {"name": name, **settings_of(name), **settings}
+    return replace(agreed, run={"rounds": 1, **agreed.run, "method": method})
+
+
+def planned(agreed):
+    """The method of an agreement, and the plan that the server sends with every message."""
+    settings, dataset = run_settings(agreed), empty_dataset(agreed)
+    method = agreed_method(settings, dataset)
+    words = with_settings_of(method, settings).method.model_dump()
+    return method, {"run": "abc", "method": words, "net": NET, "seed": 0, "rounds": settings.rounds}

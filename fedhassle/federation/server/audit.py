@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, BinaryIO
+from fedhassle.federation.audit_log import AuditLog, Event
 
-from fedhassle.files import json_lines
-
-Event = dict[str, Any]
 SERVER_ENDED = "the server's process has ended"  # why a run has stopped
-
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
 
 
-class Audit:
-    """A file with one line of JSON per event; lines are only ever appended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, event: str, **about: Any) -> None:
-        """Appends an event; the line is on disk before the run continues."""
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+") as file:
-            file.write(missing_newline(file) + line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(self) -> list[Event]:
-        """Reads all events; ignores a last line that a crash cut off."""
-        return [event for event in json_lines(self.path) if "event" in event]
+class Audit(AuditLog):
+    """The audit log of a run, and what the server reads from it."""
 
     def tested_on(self) -> str:
         """The path of the run's test images, as last given; empty if it has none."""
@@ -75,11 +50,3 @@ class Audit:
         """The last round up to t in which each site's update was merged."""
         merged = self.contributors()
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
-
-
-def missing_newline(file: BinaryIO) -> bytes:
-    """A line feed if a crash has cut off the file's last line, else nothing."""
-    if not file.tell():
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read() == b"\n" else b"\n"

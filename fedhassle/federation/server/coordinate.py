@@ -155,7 +155,8 @@ def plan(uid: str, run: Run) -> dict[str, Any]:
     """The description of the run in every message, so that a site need not remember it."""
     settings = run.settings
     net = settings.net or run.dataset.net
-    return {"run": uid, "method": settings.method.model_dump(), "net": net, "seed": settings.seed}
+    method, rounds = settings.method.model_dump(), run.rounds
+    return {"run": uid, "method": method, "net": net, "seed": settings.seed, "rounds": rounds}
 
 
 def summary_hashes(agreement: Agreement, run: Run) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash, read_agreement
-from fedhassle.federation.build import dataset_of, engine_of, method_settings, own_code_in
+from fedhassle.federation.build import dataset_of, engine_of, own_code_in
 from fedhassle.federation.messages import (
     Payload,
     coarse,
@@ -42,15 +42,13 @@ from fedhassle.federation.messages import (
     unpacked,
     update_words,
 )
+from fedhassle.federation.site.leaving import AnswerLog, outward
 from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
+from fedhassle.federation.site.plan import PLAN, agreed_method, require_lengths
 from fedhassle.files import write_text
 from fedhassle.method import Client, Method
-from fedhassle.methods import METHODS
-from fedhassle.names import find, some_of
-from fedhassle.nets import NETS, Net
+from fedhassle.names import some_of
 from fedhassle.provenance import versions
-from fedhassle.settings.build import build_method
-from fedhassle.settings.request import expanded
 
 log = logging.getLogger("fedhassle")
 
@@ -101,6 +99,7 @@ class SiteNode:
         engine: Engine,
         new_labels: Callable[[], Labels | None] = lambda: None,
         patients: Patients | None = None,
+        audit: Path | None = None,
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
@@ -108,6 +107,7 @@ class SiteNode:
         self.name, self.agreement, self.memory, self.engine = name, agreement, memory, engine
         self.patients = patients
         self._uses = partition(x, y, agreed.validation, patients)
+        self.answers = AnswerLog(audit or memory / "audit.jsonl", f"{agreement.name} at {agreement.address}")
         self.dataset, self.rows, self.client = self._holding(x, y)
         self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
         self._new_labels = new_labels
@@ -140,11 +140,16 @@ class SiteNode:
         except Exception as error:  # tell the server in any case, or it would wait
             known = isinstance(error, UserError)
             log.error("answering a %s message failed: %s", kind, error, exc_info=not known)
-            why = str(error) if known else f"{type(error).__name__}: {error}"
-            made = failure(why, isinstance(error, LostError))
+            made = failure(outward(error), isinstance(error, LostError))
         counts = self._counts(self._next or self._now)
         told = payload.words.get("counts", counts)
-        return made if told == counts else made._replace(words={**made.words, "labels": counts})
+        made = made if told == counts else made._replace(words={**made.words, "labels": counts})
+        try:
+            self.answers.write(kind, payload, made)
+        except OSError as error:  # what cannot be logged does not leave
+            log.error("the audit log %s cannot be written: %s", self.answers.log.path, error)
+            return failure(f"its audit log cannot be written: {error.strerror}")
+        return made
 
     @property
     def _now(self) -> Holding:
@@ -211,6 +216,7 @@ class SiteNode:
         checkpoints = [count_of(n, "checkpoint") for n in words.get("checkpoints", [])]
         simulator, method = run.simulator, run.method
         least, memory = method.unsent(), simulator.client_state
+        require_lengths(method, payload.arrays)
         # Forget what was kept in rounds that the server did not merge, whichever side was restarted.
         memory.rewind(since)
         memory.prune([*checkpoints, since])
@@ -234,6 +240,7 @@ class SiteNode:
         self._use_labels(payload.words.get("counts"))
         run, rows = self._run_of(payload.words), self.rows.validation
         require(len(rows) > 0, "this site has no validation images")
+        require_lengths(run.method, payload.arrays)
         device = self.engine.device
         state = {name: vector.to(device) for name, vector in unpacked(payload.arrays, {}).items()}
         images, y = (
@@ -249,7 +256,7 @@ class SiteNode:
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
         """The run that a message belongs to."""
-        plan = to_json({key: words.get(key) for key in ("run", "method", "net", "seed")})
+        plan = to_json({key: words.get(key) for key in PLAN})
         if self._run is None or self._run.plan != plan:
             self._run = self._begin(plan, words)
         return self._run
@@ -258,7 +265,7 @@ class SiteNode:
         run, seed = str(words["run"]), count_of(words["seed"], "seed")
         sound = run.isalnum() and run.isascii() and len(run) <= 64
         require(sound, f"{run[:64]!r} cannot name a run: expected letters and digits")
-        method = self._method(dict(words["method"]), str(words["net"]))
+        method = agreed_method(self.agreement, self.dataset, words)
         folder = self.memory / run
         self._tidy(folder)
         split = Split((self.rows.labelled,), (self.rows.unlabelled,))
@@ -266,18 +273,6 @@ class SiteNode:
             self.dataset, split, seed, self.engine, client_state=ClientState(folder), names=(self.name,)
         )
         return SiteRun(plan, method, simulator)
-
-    def _method(self, settings: dict[str, Any], net: str) -> Method:
-        """Builds the run's method; one from outside this package only if the site has agreed to it."""
-        name, run = str(settings["name"]), expanded(dict(self.agreement.run))
-        agreed = {"method": run.get("method", {}).get("name"), "net": run.get("net")}
-        for what, wanted, known in (("method", name, METHODS), ("net", net, NETS)):
-            require(
-                wanted in known or wanted == agreed[what],
-                f"the server asks for the {what} {wanted!r}, which this site's federation.toml does not name",
-            )
-        built = Net(find(net, NETS, "network"), self.dataset.shape, self.dataset.classes)
-        return build_method(name, method_settings(settings), built)
 
     def _tidy(self, folder: Path) -> None:
         """Removes the memory of old runs."""
@@ -294,7 +289,8 @@ class SiteNode:
 def site_node(config: Mapping[str, object]) -> SiteNode:
     """Builds the site that a node's configuration describes: its name, images, federation's file and memory.
 
-    `labels` names a label file outside the folder of images; `device` and `threads` are for training.
+    `labels` names a label file outside the folder of images; `device` and `threads` are for training; `audit`
+    names the site's audit log.
     """
     missing = [key for key in CONFIG_KEYS if not config.get(key)]
     require(not missing, f"the node's configuration lacks {', '.join(missing)}")
@@ -308,7 +304,9 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     log_problems(site)
     engine = engine_of(agreement, str(config.get("device", "auto")))
     watch = LabelWatch(source, site.files, before)
-    return SiteNode(name, agreement, site.x, site.y, Path(memory), engine, watch.changed, site.patients)
+    audit = Path(str(config["audit"])) if config.get("audit") else None
+    images, place = (site.x, site.y), Path(memory)
+    return SiteNode(name, agreement, *images, place, engine, watch.changed, site.patients, audit)
 
 
 def patient_secret(home: Path) -> bytes:
