@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fedhassle.errors import UserError
+from fedhassle.federation.audit_log import Event
 from fedhassle.federation.flower.logs import LogReader, write_line
 from fedhassle.federation.flower.processes import submit
 from fedhassle.federation.server import host
-from fedhassle.federation.server.audit import SERVER_ENDED, Audit, Event
+from fedhassle.federation.server.audit import SERVER_ENDED, Audit
 from fedhassle.federation.server.host import StartedRun, flower_home, link_of, server_log
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import wait_until_free
