@@ -232,6 +232,7 @@ def follow_run(
     if going:
         say("the run is already in progress: following it")
     else:
+        host.write_limit(folder)  # the agreement may have changed since the server was started
         submit(flower_home(folder), folder.agreement, place.path, test)
     try:
         steps = followed(place, seen, lambda: bool(host.alive_in(link, place.path)), say)

@@ -198,14 +198,13 @@ def chosen_model(path: Path, which: str | None, allow_import: bool) -> TrainedMo
 
 def origin_of(model: TrainedModel) -> str:
     """Describes the round of a federation's model."""
-    if "validation" not in model.about:
+    if not model.about.get("validation"):
         return "the last round (--which best: the best one on the sites' validation images)"
     headline = model.method.headline
-    score = f"{headline} {100 * model.about['validation'][headline]:.1f} %"
-    return (
-        f"round {model.about['round']}, the best on the sites' validation images ({score}; --which last: the "
-        "last round)"
-    )
+    found = model.about["validation"].get(headline)
+    score = "" if found is None else f" ({headline} {100 * found:.1f} %)"
+    best = f"round {model.about.get('round')}, the best on the sites' validation images{score}"
+    return f"{best}; --which last: the last round"
 
 
 def csv_rows(

@@ -25,6 +25,8 @@ from fedhassle.settings.build import (
 from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
 
+ENTRY = 4  # bytes of a number in a message
+MARGIN = 1_000_000  # bytes of an answer beside its vectors
 ON_SERVER = {"device": "cpu", "threads": 1}  # the server trains nothing
 
 
@@ -73,6 +75,14 @@ def agreed_privacy(settings: Settings, method: Method) -> Privacy | None:
 def require_buildable(agreement: Agreement) -> None:
     """Raises if the method or network cannot be built here, as when the user's own module is missing."""
     agreed_method(run_settings(agreement), empty_dataset(agreement))
+
+
+def largest_answer(agreement: Agreement) -> int:
+    """The most bytes that a site's answer may have: twice those of the agreed models, and a margin."""
+    method = agreed_method(run_settings(agreement), empty_dataset(agreement))
+    entries = sum(vector.numel() for vector in method.initial(0).values())
+    entries += sum(net.n_weights + net.n_statistics for net in method.networks().values())
+    return 2 * ENTRY * entries + MARGIN
 
 
 def own_code_in(agreement: Agreement) -> dict[str, str]:

@@ -21,22 +21,36 @@ from fedhassle.errors import UserError
 from fedhassle.names import class_name
 from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
 
+FORMAT = 1  # of the file
+
 M = TypeVar("M", bound=BaseModel)
 
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+
+
+def _known_format(number: int) -> int:
+    if number > FORMAT:
+        raise ValueError(f"it has format {number}, which needs a newer fedhassle: update this one")
+    if number < FORMAT:
+        raise ValueError(f"expected format {FORMAT}, got {number}")
+    return number
 
 
 class ModelMetadata(BaseModel):
     """What prediction needs of the metadata that `about_model` writes; the rest is for readers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
-    format: Literal[1] = 1
+    format: Annotated[int, AfterValidator(_known_format)]
     method: MethodSettings
     net: str
     shape: tuple[Literal[1, 3], Side, Side]  # channels, height, width
     class_names: tuple[Annotated[str, AfterValidator(class_name)], ...] = Field(min_length=1)
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[PositiveFloat, ...]
+    round: Annotated[int, Field(ge=0)] | None = (
+        None  # of a federation's best model: the round, and the accuracy
+    )
+    validation: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = None  # of each prediction in it
 
     @model_validator(mode="after")
     def has_numbers_of_every_channel(self) -> ModelMetadata:

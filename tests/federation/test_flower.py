@@ -1,9 +1,11 @@
 """A real federation on loopback, with TLS and keys: a SuperLink, three SuperNodes, and their failures."""
 
+import contextlib
 import json
 import os
 import socket
 import sqlite3
+import ssl
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -314,6 +316,26 @@ def test_plain_http_to_the_tls_port_is_refused(deployment):
         except ConnectionResetError:
             pass
     assert b"HTTP/" not in answer
+
+
+def test_a_strangers_large_request_is_refused_before_it_is_read(deployment):
+    """The server answers without reading it: its memory does not grow."""
+    size = 400_000_000
+    context = ssl.create_default_context(cafile=deployment.files.ca)
+    server = psutil.Process(deployment.link.pid)
+    before = most = server.memory_info().rss
+    with (
+        socket.create_connection(("127.0.0.1", deployment.port), timeout=LIMIT) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as line,
+    ):
+        head = f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n"
+        line.sendall(f"{head}Content-Type: application/protobuf\r\n\r\n".encode())
+        answer = line.recv(100)
+        with contextlib.suppress(OSError):  # it may close the connection
+            for _ in range(size // 1_000_000):
+                line.sendall(bytes(1_000_000))
+                most = max(most, server.memory_info().rss)
+    assert b" 413 " in answer and most - before < size / 4
 
 
 def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):

@@ -14,7 +14,11 @@ import fedhassle
 from fedhassle.engine.tensor_files import read_arrays
 
 ENTRIES = [
-    *((key,) for key in ("format", "method", "net", "shape", "class_names", "mean", "std", "headline")),
+    *(
+        (key,)
+        for key in ("format", "method", "net", "shape", "class_names", "mean", "std", "headline", "round")
+    ),
+    ("validation",),
     *((key, 0) for key in ("shape", "class_names", "mean", "std")),
     *(("shape", 1), ("shape", 2)),
     *(("method", key) for key in ("name", "lr", "batch", "clip", "average", "teacher", "gra", "prior")),
@@ -148,7 +152,11 @@ def test_the_line_says_which_entry_is_wrong(model, tmp_path):
         (("shape",), DROPPED, "shape: Field required"),
         (("std", 0), 0.0, "std.0: Input should be greater than 0, got 0.0"),
         (("mean",), [0.5] * 3, r"mean and std need one number per channel \(1\)"),
-        (("format",), 2, "format: Input should be 1, got 2"),
+        (("format",), 2, "format: .*it has format 2, which needs a newer fedhassle"),
+        (("format",), 0, "format: .*expected format 1, got 0"),
+        (("format",), DROPPED, "format: Field required"),
+        (("validation",), {"EM": "high"}, "validation.EM: Input should be a valid number"),
+        (("round",), "last", "round: Input should be a valid integer"),
         (("method", "lr"), "fast", "lr: Input should be a valid number, got 'fast'"),
         (("method", "lr"), 1e39, r"lr must be at most 3.4e\+38"),
         (("method", "unheard_of"), 1, "unheard_of: Extra inputs are not permitted, got 1"),

@@ -24,6 +24,7 @@ from fedhassle.files import write_text
 
 CONNECTION = "fedhassle"  # the name of the SuperLink in Flower's own configuration
 PORTS = range(20_000, 32_768)  # from 32,768 on Linux gives ports to outgoing connections
+LARGEST = "largest-answer"  # beside the SuperLink's database: the most bytes that a site may answer with
 PARENT = "FEDHASSLE_PARENT"  # environment variable: the id of the process that started this one
 
 

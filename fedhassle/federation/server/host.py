@@ -28,6 +28,7 @@ from flwr.supercore.retry import RetryInvoker, constant
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import parsed_address, read_agreement
 from fedhassle.federation.flower.processes import (
+    LARGEST,
     Tls,
     connect,
     last_lines,
@@ -37,7 +38,7 @@ from fedhassle.federation.flower.processes import (
 )
 from fedhassle.federation.setup.admission import AdmittedSite, admitted
 from fedhassle.federation.setup.folder import FederationFolder
-from fedhassle.files import locked
+from fedhassle.files import locked, write_text
 
 STARTUP = 90.0  # seconds that a SuperLink has to start
 PATIENCE = 60.0  # seconds in which a call is repeated while the server cannot answer it
@@ -84,11 +85,20 @@ def running_server(folder: FederationFolder) -> Iterator[subprocess.Popen[bytes]
     host = listening_host(address.host)
     with locked(folder.server):
         require_free(host, address.port)
+        write_limit(folder)
         command = superlink_command(tls, address.port, folder.server / "state.db", host)
         with running(command, home, log) as process:
             connect(home, link.address, folder.ca)
             wait_for(lambda: is_ready(link), process, log, STARTUP, "the server")
             yield process
+
+
+def write_limit(folder: FederationFolder) -> None:
+    """Tells the server how large a site's answer may be, by the current agreement."""
+    # Builds the agreed networks: PyTorch takes seconds to load.
+    from fedhassle.federation.build import largest_answer
+
+    write_text(folder.server / LARGEST, str(largest_answer(read_agreement(folder.agreement))))
 
 
 def require_free(host: str, port: int) -> None:

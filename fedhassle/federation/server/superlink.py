@@ -1,4 +1,4 @@
-"""Flower's SuperLink, with the coordinator's part closed to other machines.
+"""Flower's SuperLink, with the coordinator's part closed to other machines, and with limits.
 
 The SuperLink serves sites, the coordinator's commands (admit a key, start a program) and the programs
 themselves at one port, and requires a key from sites only. Here everything but the sites' part answers
@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+from pathlib import Path
 
 import uvicorn
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
@@ -23,12 +24,12 @@ from fedhassle.federation.flower.database import patch_database
 from fedhassle.federation.flower.deliveries import patch_deliveries
 from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import patch_superlink
-from fedhassle.federation.flower.processes import end_with_parent
+from fedhassle.federation.flower.processes import LARGEST, end_with_parent
+from fedhassle.federation.server.limits import SITES, BodyLimit, Largest, patch_limits
 
 log = logging.getLogger("fedhassle")
 
 WATCH = 1.0  # seconds between two looks at the program that starts runs
-SITES = "/v1/fleet/"  # the sites' part
 
 
 class LocalControl:
@@ -83,8 +84,14 @@ def main() -> None:
     patch_superlink()
     patch_database()
     patch_deliveries()
+    largest = Largest(Path(config.database).parent / LARGEST)
+    patch_limits(largest)
     app = create_app(config, WatchedLifespan)
-    app.add_middleware(LocalControl)
+    state = app.state.linkstate_factory.state()
+    app.add_middleware(
+        BodyLimit, largest=largest, knows=lambda key: state.get_node_id_by_public_key(key) is not None
+    )
+    app.add_middleware(LocalControl)  # the outermost comes last
     uvicorn.run(
         app,
         host=config.host,
