@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedhassle.cli.options import DataDir, Labels, Patients
+from fedhassle.cli.options import DataDir, Intensities, Labels, Patients
 from fedhassle.errors import require
 from fedhassle.names import counted
 from fedhassle.terminal import progress_bar, say
@@ -37,6 +37,7 @@ def check(
     ] = None,
     labels: Labels = None,
     patients: Patients = None,
+    intensities: Intensities = None,
     picture: Annotated[Path, typer.Option(help="Picture of examples to write (.png).")] = Path("check.png"),
     show_all: Annotated[
         bool, typer.Option("--all", help="List every file with a problem (default: the first 10).")
@@ -45,12 +46,13 @@ def check(
     """Check a site's images and labels.
 
     Counts the images and patients per class, lists problems and identical images by file, and draws examples.
-    FOLDER holds images (png jpg webp tif bmp gif pgm ppm, also in subfolders) and labels.csv with the columns
-    file and label, where a blank label means unlabelled, and patient, if known; or a subfolder per class and
-    one named unlabelled. It may also be an .npz file with x and y, where -1 means unlabelled. Nothing leaves
-    this machine.
+    FOLDER holds images (png jpg webp tif bmp gif pgm ppm dcm, also in subfolders) and labels.csv with the
+    columns file and label, where a blank label means unlabelled, and patient, if known; or a subfolder per
+    class and one named unlabelled. It may also be an .npz file with x and y, where -1 means unlabelled.
+    Nothing leaves this machine.
     """
     from fedhassle.data.site.contact_sheet import FORMATS, draw_examples
+    from fedhassle.data.site.intensities import intensity_rule
     from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients
     from fedhassle.data.site.survey import survey
     from fedhassle.files import check_picture
@@ -63,10 +65,11 @@ def check(
         form = read_agreement(agreement).data.form
     inside = folder.is_dir() and picture.resolve().is_relative_to(folder.resolve())
     require(not inside, f"{picture} would become one of the images in {folder}: choose another --picture")
-    require(form is None or patients is None, "the agreement says how patients are known: omit --patients")
+    decided = form is None or (patients is None and intensities is None)
+    require(decided, "the agreement decides: leave out --patients and --intensities")
     rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
     with progress_bar(console) as progress:
-        found = survey(folder, form, labels, progress, rule)
+        found = survey(folder, form, labels, progress, rule, intensity_rule(intensities))
     show_survey(found, None if show_all else FEW, console)
     draw_examples(found.site, found.class_names, picture)
     say(console, f"picture  {picture}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from fedhassle import terminal
 from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.data import FEW, show_survey
-from fedhassle.cli.options import Labels, Patients
+from fedhassle.cli.options import Intensities, Labels, Patients
 from fedhassle.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def init(
         int | None, typer.Option(help="Pixels to shift images by, at most (default: 1/8 of the side).")
     ] = None,
     patients: Patients = None,
+    intensities: Intensities = None,
     also: Annotated[
         list[str] | None, typer.Option(help="Another address in the server's certificate (default: none).")
     ] = None,
@@ -98,7 +99,7 @@ def init(
     from fedhassle.federation.setup.init import create_federation
     from fedhassle.federation.setup.keys import certificate_fingerprint
 
-    terms = chosen_terms(classes, like, from_folder, labels, size, channels)
+    terms = chosen_terms(classes, like, from_folder, labels, size, channels, intensities)
     terms = replace(
         terms,
         flip=terms.flip if flip is None else flip,
@@ -125,6 +126,7 @@ def chosen_terms(
     labels: Path | None,
     size: str | None,
     channels: int | None,
+    intensities: str | None,
 ) -> DataTerms:
     """Returns the terms for the images, from the options."""
     from fedhassle.federation.setup import init
@@ -135,16 +137,18 @@ def chosen_terms(
     sides = None if size is None else parsed_size(size)
     require(channels in (None, 1, 3), f"--channels must be 1 (grey) or 3 (colour), got {channels}")
     if folder is not None:
-        return init.terms_of_folder(folder, labels, sides, channels)
+        return init.terms_of_folder(folder, labels, sides, channels, intensities)
     if classes is not None:
         names = [name.strip() for name in classes.split(",")]
         require(sides is not None, "--classes needs --size, such as --size 64")
-        return init.terms_by_classes(names, sides or (0, 0), channels or 3)
-    terms = init.terms_like(like or "")
+        terms = init.terms_by_classes(names, sides or (0, 0), channels or 3)
+        return replace(terms, intensities=intensities)
+    terms = replace(init.terms_like(like or ""), intensities=intensities)
     if sides is None and channels in (None, terms.channels):
         return terms
     sides = sides or (terms.height, terms.width)
-    return init.terms_by_classes(terms.class_names, sides, channels or terms.channels)
+    terms = init.terms_by_classes(terms.class_names, sides, channels or terms.channels)
+    return replace(terms, intensities=intensities)
 
 
 def parsed_size(size: str) -> tuple[int, int]:

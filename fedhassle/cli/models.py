@@ -75,7 +75,7 @@ def predict(
     errors = Console(stderr=True)
     model = chosen_model(path, which, allow_import).on(device)
     used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
-    found = image_sources(images, model.image_size)
+    found = image_sources(images, model.image_size, model.intensities)
     show_problems(found.problems, (), FEW, errors)
     table = csv_rows(model, used, found.images, probabilities, errors)
     if out is None:
@@ -118,8 +118,7 @@ def evaluate(
     Prints accuracy and balanced accuracy with 95 % intervals, AUROC, calibration error, and recall and
     precision per class. Images without a label are ignored; problems with files go to standard error.
     """
-    from fedhassle.data.site.folder import ImageForm
-    from fedhassle.data.site.pictures import TO_FIT
+    from fedhassle.data.site.fitting import TO_FIT
     from fedhassle.data.site.survey import conversions, skipped
     from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
@@ -132,9 +131,9 @@ def evaluate(
         check_picture(picture, FORMATS)
     model = chosen_model(path, which, allow_import).on(device)
     used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
-    form, errors = ImageForm(model.class_names, *model.image_size), Console(stderr=True)
+    errors = Console(stderr=True)
     with progress_bar(errors, more_than=BATCH_SIZE) as progress:
-        site = labelled_images(data, form, data_dir, progress)
+        site = labelled_images(data, model.form, data_dir, progress)
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
     predictions, y = predict_all(model, site.x, errors), site.y
     scores = {name: score(*predictions[name], y) for name in used}
@@ -213,7 +212,7 @@ def csv_rows(
     """Yields the rows of the CSV, header first; reports unreadable and converted images on `errors`."""
     import numpy as np
 
-    from fedhassle.data.site.pictures import TO_FIT
+    from fedhassle.data.site.fitting import TO_FIT
     from fedhassle.data.site.survey import conversions, skipped
     from fedhassle.predict.images import BATCH_SIZE, batches, read_batch
 

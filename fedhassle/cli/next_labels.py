@@ -51,7 +51,7 @@ def next_labels(
     errors = Console(stderr=True)
     model = chosen_model(path, which, allow_import).on(device)
     rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
-    form = ImageForm(model.class_names, *model.image_size, rule)
+    form = ImageForm(model.class_names, *model.image_size, rule, model.intensities)
     with progress_bar(errors, more_than=BATCH_SIZE) as progress:
         site = read_site(data, form, labels, progress)
     show_problems(skipped(site.problems), (), FEW, errors)

@@ -33,6 +33,14 @@ Patients = Annotated[
         "path, its file name such as 'name {patient}_*', or PatientID of DICOM (default: not at all).",
     ),
 ]
+Intensities = Annotated[
+    str | None,
+    typer.Option(
+        metavar="'N bits'|'window LOW HIGH'|'percentiles LOW HIGH'|'own window'",
+        help="How grey images of more than 8 bits become 0 to 255: the upper 8 of N bits, a window of "
+        "values, percentiles of each file, or the window that a DICOM file names (default: 16 bits).",
+    ),
+]
 Results = Annotated[Path, typer.Option(help="Ledger of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="Device to train on: auto, cpu or cuda (default: auto).")]
 Ray = Annotated[

@@ -43,6 +43,7 @@ class Dataset:
     crop: int  # weak augmentation: random crop after reflect padding by this many pixels; 0 = none
     content: str | None = None  # hash of a user's own files, before anything is held out
     sites: Sites | None = None  # in a folder of sites: they are the clients
+    intensities: str | None = None  # the rule by which deep grey images became 0 … 255
 
     @property
     def classes(self) -> int:

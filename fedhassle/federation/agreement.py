@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails
 
 from fedhassle.data.npz import CHANNELS, LARGEST_SIDE
 from fedhassle.data.site.folder import ImageForm
+from fedhassle.data.site.intensities import intensity_rule, parsed_intensities
 from fedhassle.data.site.labels import UNLABELLED, nfc
 from fedhassle.data.site.patients import parsed_patients
 from fedhassle.errors import UserError, require
@@ -111,6 +112,11 @@ def _checked_patients(text: str) -> str:
     return text
 
 
+def _checked_intensities(text: str) -> str:
+    parsed_intensities(text)
+    return text
+
+
 def _checked_data(data: DataTerms) -> DataTerms:
     for key, values in (("mean", data.mean), ("std", data.std)):
         fits = len(values) == data.channels
@@ -154,11 +160,15 @@ class DataTerms:
     # How sites know their patients: column, folder N, name PATTERN or dicom; None: they do not.
     patients: Annotated[StrictStr, AfterValidator(_checked_patients)] | None = None
 
+    # How grey images of more than 8 bits become 0 … 255: N bits, a window or percentiles; None: 16 bits.
+    intensities: Annotated[StrictStr, AfterValidator(_checked_intensities)] | None = None
+
     @property
     def form(self) -> ImageForm:
         """The form that a site's images are converted to."""
-        rule = None if self.patients is None else parsed_patients(self.patients)
-        return ImageForm(self.class_names, self.height, self.width, self.channels, rule)
+        size = (self.height, self.width, self.channels)
+        patients = None if self.patients is None else parsed_patients(self.patients)
+        return ImageForm(self.class_names, *size, patients, intensity_rule(self.intensities))
 
     def said(self) -> dict[str, Any]:
         """The terms that are not left open, as [data] holds them: TOML has no None."""

@@ -41,7 +41,10 @@ def dataset_of(agreement: Agreement, x: np.ndarray, y: np.ndarray) -> Dataset:
     """A data set of images and labels (−1 = none), normalised and augmented as agreed."""
     a = agreement.data
     net = default_entry(a.channels).net
-    return Dataset(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop)
+    return Dataset(
+        *(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop),
+        intensities=a.intensities,
+    )
 
 
 def run_settings(agreement: Agreement) -> Settings:

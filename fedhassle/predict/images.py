@@ -10,6 +10,8 @@ from typing import NamedTuple
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.data.catalogue import load as load_dataset
 from fedhassle.data.npz import TEST, Images, LabelledImages, read_images, read_labelled
+from fedhassle.data.site.dicom import is_dicom, read_header
+from fedhassle.data.site.fitting import fitted
 from fedhassle.data.site.folder import (
     ImageForm,
     Progress,
@@ -18,9 +20,10 @@ from fedhassle.data.site.folder import (
     read_site,
     site_of_arrays,
 )
+from fedhassle.data.site.intensities import UNSTATED, IntensityRule, UnusableError
 from fedhassle.data.site.labels import renumbered
-from fedhassle.data.site.listing import Problem, find_images
-from fedhassle.data.site.pictures import SUFFIXES, UnusableError, fitted, read_picture
+from fedhassle.data.site.listing import Problem, find_images, frame_name
+from fedhassle.data.site.pictures import SUFFIXES, read_picture
 from fedhassle.errors import UserError, require
 from fedhassle.names import nearest
 
@@ -46,13 +49,13 @@ class ImageSources(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-def image_sources(words: Sequence[str], image_size: Size) -> ImageSources:
-    """Finds the images that command-line arguments name, in their order."""
+def image_sources(words: Sequence[str], image_size: Size, rule: IntensityRule = UNSTATED) -> ImageSources:
+    """Finds the images that command-line arguments name, in their order; `rule` is for deep images."""
     found: dict[str, ImageSource] = {}
     problems: list[Problem] = []
     for word in words:
         files, skipped = files_of(word)
-        found |= {source.name: source for file in files for source in sources_in(file, image_size)}
+        found |= {source.name: source for file in files for source in sources_in(file, image_size, rule)}
         problems += skipped
     return ImageSources(tuple(found.values()), tuple(problems))
 
@@ -81,17 +84,24 @@ def matches(pattern: Path) -> list[Path]:
     return [path for path in found if path.suffix.lower() in (*SUFFIXES, *STACKS) and path.is_file()]
 
 
-def sources_in(path: Path, image_size: Size) -> list[ImageSource]:
-    """Returns the image in a file; for an .npy or .npz, each image with its index."""
+def sources_in(path: Path, image_size: Size, rule: IntensityRule) -> list[ImageSource]:
+    """Returns the image in a file; for an .npy, .npz or DICOM file of several, each with its index."""
     if path.suffix.lower() not in STACKS:
-        return [ImageSource(str(path), partial(read_file, path, image_size))]
+        frames = read_header(path).frames if path.is_file() and is_dicom(path) else 1
+        return [
+            ImageSource(
+                frame_name(str(path), k) if frames > 1 else str(path),
+                partial(read_file, path, image_size, rule, k),
+            )
+            for k in range(frames)
+        ]
     stack = read_images(path)
     return [ImageSource(f"{path}[{i}]", partial(fitted, image, *image_size)) for i, image in enumerate(stack)]
 
 
-def read_file(path: Path, image_size: Size) -> Fitted:
-    """Reads the picture in a file."""
-    picture = read_picture(path, *image_size)
+def read_file(path: Path, image_size: Size, rule: IntensityRule, frame: int) -> Fitted:
+    """Reads a picture in a file."""
+    picture = read_picture(path, *image_size, rule, frame)
     return picture.pixels, picture.converted
 
 

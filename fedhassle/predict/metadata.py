@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from fedhassle.data.npz import LARGEST_SIDE
+from fedhassle.data.site.intensities import parsed_intensities
 from fedhassle.errors import UserError
 from fedhassle.names import class_name
 from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
@@ -36,6 +37,12 @@ def _known_format(number: int) -> int:
     return number
 
 
+def checked_rule(text: str) -> str:
+    """Returns the rule for intensities, if there is such a rule."""
+    parsed_intensities(text)
+    return text
+
+
 class ModelMetadata(BaseModel):
     """What prediction needs of the metadata that `about_model` writes; the rest is for readers."""
 
@@ -51,6 +58,7 @@ class ModelMetadata(BaseModel):
         None  # of a federation's best model: the round, and the accuracy
     )
     validation: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = None  # of each prediction in it
+    intensities: Annotated[str, AfterValidator(checked_rule)] | None = None  # of deep grey images
 
     @model_validator(mode="after")
     def has_numbers_of_every_channel(self) -> ModelMetadata:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedhassle.data.site.folder import ImageForm
+from fedhassle.data.site.intensities import IntensityRule, intensity_rule
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine.evaluate import check_predictions
 from fedhassle.engine.tensor_files import read_arrays
@@ -54,6 +56,16 @@ class TrainedModel:
         """Height, width and channels of an image."""
         channels, height, width = self.method.net.shape
         return height, width, channels
+
+    @property
+    def intensities(self) -> IntensityRule:
+        """The rule by which grey images of more than 8 bits become 0 … 255."""
+        return intensity_rule(self.about.get("intensities"))
+
+    @property
+    def form(self) -> ImageForm:
+        """The form that images are converted to."""
+        return ImageForm(self.class_names, *self.image_size, intensities=self.intensities)
 
     def on(self, device: str) -> TrainedModel:
         """Returns the model on a device: auto, cpu or cuda."""

@@ -143,6 +143,7 @@ def metadata(model: TrainedModel, mode: str) -> dict[str, str]:
         "std": json.dumps(model.about["std"]),
         "method": str(model.about["method"]["name"]),
         "mode": mode,
+        "intensities": model.intensities.text,
         "fedhassle": package_version(),
     }
 

@@ -63,6 +63,7 @@ def about_model(run: Run, sites: Mapping[str, Mapping[str, int]] | None = None) 
         "headline": run.method.headline,
         "sites": client_counts(run, sites),
         "versions": versions_of(run.settings),
+        **({} if run.dataset.intensities is None else {"intensities": run.dataset.intensities}),
     }
 
 

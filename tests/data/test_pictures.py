@@ -9,12 +9,11 @@ import pytest
 from PIL import Image
 
 from fedhassle.data.site import pictures
+from fedhassle.data.site.fitting import fitted
+from fedhassle.data.site.intensities import UnusableError
 from fedhassle.data.site.pictures import (
-    DARK,
     FIRST_FRAME,
     SIXTEEN_BITS,
-    UnusableError,
-    fitted,
     read_picture,
 )
 
@@ -83,7 +82,7 @@ def test_a_pgm_defines_its_own_white(white, note, tmp_path):
 
 def test_other_formats_with_12_bits_do_not_define_white(saved):
     found = read_picture(saved(np.full((6, 8), 4095, np.uint16), "x.tif"), 6, 8, 1)
-    assert (found.pixels == 15).all() and found.converted == (DARK,)
+    assert (found.pixels == 15).all() and found.converted == (SIXTEEN_BITS,)
 
 
 def test_photographs_of_several_pictures_are_read(saved):

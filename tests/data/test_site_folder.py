@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedhassle.data.site import pictures
+from fedhassle.data.site import fitting, pictures
 from fedhassle.data.site.folder import ImageForm, read_site, site_classes
 from fedhassle.data.site.labels import folder_name
 from fedhassle.data.site.listing import Problem
@@ -355,11 +355,11 @@ def test_hidden_and_system_files_are_ignored(tmp_path):
 
 def test_other_files_are_reported_once_for_each_kind(tmp_path):
     save(tmp_path / "cat" / "a.png")
-    for name in ("b.dcm", "a.dcm", "readme", "c.DCM"):
+    for name in ("b.raw", "a.raw", "readme", "c.RAW"):
         (tmp_path / name).write_bytes(b"x")
     site = read_site(tmp_path, GREY)
     assert site.problems == (
-        Problem("a.dcm", "not an image file (.dcm), and 2 more like it", "skipped"),
+        Problem("a.raw", "not an image file (.raw), and 2 more like it", "skipped"),
         Problem("readme", "not an image file (without a suffix)", "skipped"),
     )
 
@@ -540,22 +540,20 @@ def test_a_tiff_in_which_0_is_white_is_inverted(tmp_path, kind, turned):
     assert not turned or what[0] == pictures.ROTATED
 
 
-def test_12_bits_in_16_are_called_almost_black(tmp_path):
-    save(tmp_path / "a.png", np.full((6, 8), 4095, np.uint16))
-    found, what = one(tmp_path)
-    assert (found == 15).all() and what == [pictures.DARK]
-
-
 @pytest.mark.parametrize(("form", "colour", "bands"), [(COLOUR, 2, 3), (COLOUR, 6, 4), (GREY, 4, 2)])
-@pytest.mark.parametrize(("value", "note"), [(4095, pictures.DARK), (4096, pictures.SIXTEEN_BITS)])
-def test_12_bits_in_16_of_colour_are_called_almost_black(tmp_path, form, colour, bands, value, note):
+@pytest.mark.parametrize("value", [4095, 2**14 - 1, 2**14])
+def test_at_most_14_of_16_bits_of_colour_are_refused(tmp_path, form, colour, bands, value):
     """With an alpha channel too: only visible values count."""
     pixels = np.full((6, 8, bands), value, np.uint16)
     pixels[..., 0] = 7 if bands > 2 else value
     if bands in (2, 4):
         pixels[..., -1] = 2**16 - 1
     (tmp_path / "a.png").write_bytes(png(pixels, colour))
-    assert one(tmp_path, form)[1][0] == note
+    if value >= 2**14:
+        assert one(tmp_path, form)[1][0] == pictures.SIXTEEN_BITS
+    else:
+        with pytest.raises(UserError, match=rf"of which the upper 8 are 0 … {value >> 8}: scale them"):
+            read_site(tmp_path, form)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +576,7 @@ def test_floats_between_0_and_1_are_scaled(tmp_path):
     save(tmp_path / "a.tif", np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8))
     found, what = one(tmp_path)
     np.testing.assert_array_equal(found.ravel(), np.rint(np.linspace(0, 1, 48, dtype=np.float32) * 255))
-    assert what == [pictures.FLOATS]
+    assert what == ["floats in [0, 1] to 0 … 255"]
 
 
 def test_one_bit_is_black_and_white(tmp_path):
@@ -594,12 +592,12 @@ def test_transparent_parts_show_white(tmp_path):
     save(tmp_path / "a.png", pixels)
     found, what = one(tmp_path, COLOUR)
     np.testing.assert_array_equal(found[:, :4], pixels[:, :4, :3])
-    assert (found[:, 4:] == 255).all() and what == [pictures.OVER_WHITE]
+    assert (found[:, 4:] == 255).all() and what == [fitting.OVER_WHITE]
     pixels[..., 3] = 255
     save(tmp_path / "a.png", pixels)
     found, what = one(tmp_path, COLOUR)
     np.testing.assert_array_equal(found, pixels[..., :3])
-    assert what == [pictures.OPAQUE]
+    assert what == [fitting.OPAQUE]
 
 
 @pytest.mark.parametrize("form", [GREY, COLOUR])
@@ -612,7 +610,7 @@ def test_grey_with_alpha_stays_grey(tmp_path, form):
     )
     found, what = one(tmp_path, form)
     assert (found[:, :4] == pixels[:, :4, :1]).all() and (found[:, 4:] == 255).all()
-    assert what == [pictures.OVER_WHITE, *(["grey to RGB"] if form is COLOUR else [])]
+    assert what == [fitting.OVER_WHITE, *(["grey to RGB"] if form is COLOUR else [])]
 
 
 def test_palettes_become_colours(tmp_path):
@@ -624,7 +622,7 @@ def test_palettes_become_colours(tmp_path):
     assert what == ["palette to RGB"]
     save(tmp_path / "a.png", image, transparency=0)
     found, what = one(tmp_path, COLOUR)
-    assert (found[np.asarray(image) == 0] == 255).all() and what == [pictures.OVER_WHITE]
+    assert (found[np.asarray(image) == 0] == 255).all() and what == [fitting.OVER_WHITE]
 
 
 def test_cmyk_becomes_rgb(tmp_path):

@@ -206,6 +206,7 @@ def test_the_hash_covers_what_sites_must_share():
         {"validation": 0.2},
         {"coarse_counts": True},
         {"patients": "column"},
+        {"intensities": "12 bits"},
     ]
     others = [replace(AGREEMENT, data=replace(TERMS, **change)) for change in terms]
     others += [replace(AGREEMENT, name="other"), replace(AGREEMENT, run={"method": "hassle"})]

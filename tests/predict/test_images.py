@@ -142,17 +142,17 @@ def test_unreadable_images_are_named_and_have_no_class(finished, photos):
 
 
 def test_a_file_that_is_not_an_image_has_no_class(finished, photos):
-    (photos / "scan.dcm").write_bytes(b"\0" * 128 + b"DICM")
-    lines, err = predicted(finished[0], photos / "scan.dcm", photos / "a.png")
-    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.dcm: is not a PNG" in err
+    (photos / "scan.raw").write_bytes(b"\0" * 128 + b"DICM")
+    lines, err = predicted(finished[0], photos / "scan.raw", photos / "a.png")
+    assert [bool(line["class"]) for line in lines] == [False, True] and "scan.raw: is not a PNG" in err
 
 
 def test_other_files_in_a_folder_are_reported(finished, photos):
-    for name in ("a.dcm", "b.dcm", "labels.csv", ".hidden"):
+    for name in ("a.raw", "b.raw", "labels.csv", ".hidden"):
         (photos / name).touch()
     lines, err = predicted(finished[0], photos)
     assert len(lines) == 3
-    assert err == f"skipped: 1\n  {photos / 'a.dcm'}: not an image file (.dcm), and 1 more like it\n"
+    assert err == f"skipped: 1\n  {photos / 'a.raw'}: not an image file (.raw), and 1 more like it\n"
 
 
 def test_conversions_are_reported_once_for_all_images(finished, photos, pixels):

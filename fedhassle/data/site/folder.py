@@ -32,13 +32,18 @@ import numpy as np
 
 from fedhassle.data import npz
 from fedhassle.data.npz import CHANNELS, Images, Labels
+from fedhassle.data.site.dicom import DicomHeader, is_dicom, read_header
+from fedhassle.data.site.fitting import FileInfo, fitted
+from fedhassle.data.site.intensities import UNSTATED, IntensityRule, UnusableError
 from fedhassle.data.site.labels import folder_classes, folder_labels, ignored_labels, renumbered
 from fedhassle.data.site.listing import (
     LABEL_FILE,
+    ImageFiles,
     Problem,
     find_images,
     find_label_file,
     first_of,
+    frame_name,
     printable,
 )
 from fedhassle.data.site.patients import (
@@ -46,10 +51,11 @@ from fedhassle.data.site.patients import (
     Patients,
     folder_patients,
     has_column,
+    hashed,
     known_patients,
     numbered,
 )
-from fedhassle.data.site.pictures import FileInfo, UnusableError, fitted, read_picture
+from fedhassle.data.site.pictures import read_picture
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 
@@ -70,6 +76,7 @@ class ImageForm:
     width: int
     channels: int
     patients: PatientRule | None = None  # None: patients are not asked for
+    intensities: IntensityRule = UNSTATED  # of grey images with more than 8 bits
 
     def __post_init__(self) -> None:
         require(self.channels in CHANNELS, f"an image has 1 or 3 channels, got {self.channels}")
@@ -123,15 +130,21 @@ def read_site(
     if labelled_only:
         chosen = _labelled(y, str(path), notes)
         y, images = y[chosen], images._replace(files=tuple(images.files[k] for k in chosen))
+    headers = dicom_headers(images, threads)
     patients = None
     if wanted.patients is not None:
         found = folder_patients(wanted.patients, images, labels, secret)
+        for k, header in headers.items() if wanted.patients.dicom else ():
+            found[k] = found[k] or hashed(header.patient, secret)
         patients = known_patients(wanted.patients, found, y, images.files, str(path))
     elif has_column(labels or find_label_file(images.folder)):
         notes += (NOT_ASKED_FOR,)
-    x = _empty_images(len(images.files), wanted)
-    work = partial(_read_into, x, images.folder, images.files, wanted)
-    read = map_on_threads(work, range(len(images.files)), threads, progress)
+    sources = frames_in(images, headers)
+    owner = np.array([source.place for source in sources])
+    y, patients = y[owner], None if patients is None else patients[owner]
+    x = _empty_images(len(sources), wanted)
+    work = partial(_read_into, x, images.folder, sources, wanted)
+    read = map_on_threads(work, range(len(sources)), threads, progress)
     kept = [k for k, one in enumerate(read) if one.info is not None]
     for place, k in enumerate(kept):  # in place: a second array might not fit into memory
         if place != k:
@@ -142,7 +155,7 @@ def read_site(
     )  # stable: those of one file stay in the order of the rules
     require(bool(kept), f"{path} holds no image that can be read{first_of(problems)}")
     infos = Counter(one.info for one in read if one.info is not None)
-    files = tuple(printable(images.files[k]) for k in kept)
+    files = tuple(sources[k].name for k in kept)
     patients = None if patients is None else patients[kept]
     return SiteData(x[: len(kept)], y[kept], files, tuple(problems), infos, notes, patients)
 
@@ -244,11 +257,37 @@ class _ReadFile(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-def _read_into(x: Images, folder: Path, files: Sequence[str], wanted: ImageForm, k: int) -> _ReadFile:
-    """Reads one file into its row of the array."""
-    shown = printable(files[k])
+class Source(NamedTuple):
+    """A picture of a folder."""
+
+    place: int  # of its file among the files
+    file: str
+    frame: int  # in the file
+    name: str
+
+
+def dicom_headers(images: ImageFiles, threads: int) -> dict[int, DicomHeader]:
+    """Returns the headers of the DICOM files of a folder by their places."""
+    places = [k for k, file in enumerate(images.files) if is_dicom(images.folder / file)]
+    headers = map_on_threads(lambda k: read_header(images.folder / images.files[k]), places, threads)
+    return dict(zip(places, headers, strict=True))
+
+
+def frames_in(images: ImageFiles, headers: Mapping[int, DicomHeader]) -> list[Source]:
+    """Returns the pictures of a folder: one for each file, and of a DICOM file one for each frame."""
+    found = []
+    for place, file in enumerate(images.files):
+        name, frames = printable(file), headers[place].frames if place in headers else 1
+        found += [Source(place, file, k, frame_name(name, k) if frames > 1 else name) for k in range(frames)]
+    return found
+
+
+def _read_into(x: Images, folder: Path, sources: Sequence[Source], wanted: ImageForm, k: int) -> _ReadFile:
+    """Reads one picture into its row of the array."""
+    _, file, frame, shown = sources[k]
+    size = (wanted.height, wanted.width, wanted.channels)
     try:
-        picture = read_picture(folder / files[k], wanted.height, wanted.width, wanted.channels)
+        picture = read_picture(folder / file, *size, wanted.intensities, frame)
     except UnusableError as error:
         return _ReadFile(None, (Problem(shown, str(error), "skipped"),))
     x[k] = picture.pixels

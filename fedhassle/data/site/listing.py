@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from fedhassle.data.site.dicom import is_dicom
 from fedhassle.data.site.pictures import SUFFIXES
 from fedhassle.errors import require
 from fedhassle.names import escaped
@@ -56,13 +58,13 @@ def find_images(path: Path, labels: Path | None = None) -> ImageFiles:
         folders[:] = [name for name in folders if not is_ignored(name) and name not in linked]
         for name in (name for name in names if not is_ignored(name)):
             file = base / name
-            suffix = file.suffix.lower()
-            if suffix not in SUFFIXES:
+            suffix, reason = file.suffix.lower(), reason_to_skip(file, folder)
+            if suffix not in SUFFIXES and (reason or not is_dicom(file)):
                 is_label_file = name.lower() == LABEL_FILE
                 if file != label_file and not (is_label_file and base == folder):
                     what = UNUSED if is_label_file else f"not an image file ({suffix or 'without a suffix'})"
                     others.setdefault(what, []).append(file.relative_to(folder).as_posix())
-            elif reason := reason_to_skip(file, folder):
+            elif reason:
                 problems.append(_skipped(file, folder, reason))
             else:
                 files.append(file.relative_to(folder).as_posix())
@@ -102,6 +104,16 @@ def reason_to_skip(file: Path, folder: Path) -> str:
 def printable(path: str) -> str:
     """Returns a path as valid text, with control characters and bytes that are not UTF-8 escaped."""
     return escaped(path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
+
+
+def frame_name(file: str, frame: int) -> str:
+    """Returns the name of one of several pictures in a file."""
+    return f"{file}[{frame}]"
+
+
+def file_of(name: str) -> str:
+    """Returns the file of a picture by its name."""
+    return re.sub(r"\[\d+\]\Z", "", name)
 
 
 def first_of(problems: Sequence[Problem]) -> str:

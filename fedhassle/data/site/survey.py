@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fedhassle.data.npz import Labels
+from fedhassle.data.site.fitting import TO_FIT
 from fedhassle.data.site.folder import ImageForm, Progress, SiteData, read_site, site_classes
 from fedhassle.data.site.identical import Identical, identical_images
+from fedhassle.data.site.intensities import UNSTATED, IntensityRule
 from fedhassle.data.site.labels import suspicious_names
 from fedhassle.data.site.listing import Problem
 from fedhassle.data.site.patients import UNKNOWN, WHAT_IS_THERE, PatientRule, Patients, count_patients
-from fedhassle.data.site.pictures import TO_FIT
 
 DEFAULT_SIDE = 64  # pixels, if no size is agreed
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
@@ -55,12 +56,15 @@ def survey(
     labels: Path | None = None,
     progress: Progress | None = None,
     rule: PatientRule = WHAT_IS_THERE,
+    intensities: IntensityRule = UNSTATED,
 ) -> Survey:
     """Reads a site and counts its data; without an agreed form, by the classes in the data itself.
 
-    In that case, changes of size and colours do not count as conversions, and `rule` is for patients.
+    In that case, changes of size and colours do not count as conversions, `rule` is for patients, and
+    `intensities` for grey images of more than 8 bits.
     """
-    wanted = form or ImageForm(site_classes(path, labels), DEFAULT_SIDE, DEFAULT_SIDE, 3, rule)
+    side = (DEFAULT_SIDE, DEFAULT_SIDE)
+    wanted = form or ImageForm(site_classes(path, labels), *side, 3, rule, intensities)
     site = read_site(path, wanted, labels, progress, secret=secrets.token_bytes(32))
     counts = np.bincount(site.y[site.y >= 0], minlength=len(wanted.class_names))
     formats, modes, sizes = Counter[str](), Counter[str](), Counter[tuple[int, int]]()

@@ -9,8 +9,22 @@ from warnings import catch_warnings, filterwarnings
 
 from PIL import Image
 
+from fedhassle.data.site.intensities import UnusableError
+
+MOST_PIXELS = 89_478_485  # of a picture: Pillow's limit for a suspected decompression bomb
 AT_ONCE = 25_000_000  # pixels, of all threads together; a larger picture is decoded alone
 BLOCK = 64 * 2**20  # bytes in which Pillow allocates: from 32 MiB the C library gives memory back at once
+
+
+def reject_huge(width: int, height: int) -> None:
+    """Raises for too many pixels, before decoding fills the memory."""
+    if width * height > MOST_PIXELS:
+        raise UnusableError(too_large(f" ({width}×{height})"))
+
+
+def too_large(size: str) -> str:
+    """Returns the reason why a picture is not decoded."""
+    return f"has more than {MOST_PIXELS // 10**6} megapixels{size}: reduce it first"
 
 
 class Turns:

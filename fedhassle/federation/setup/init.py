@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedhassle.data.catalogue import CATALOGUE, default_crop, default_entry, statistics
+from fedhassle.data.site.dicom import DICOM
 from fedhassle.data.site.folder import ImageForm, read_site
+from fedhassle.data.site.intensities import intensity_rule
 from fedhassle.data.site.survey import is_grey, survey
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, DataTerms, parsed_address, write_agreement
@@ -39,24 +41,31 @@ def terms_like(name: str) -> DataTerms:
 
 
 def terms_of_folder(
-    folder: Path, labels: Path | None, size: tuple[int, int] | None, channels: int | None
+    folder: Path,
+    labels: Path | None,
+    size: tuple[int, int] | None,
+    channels: int | None,
+    intensities: str | None = None,
 ) -> DataTerms:
     """Terms for images like those of a folder: its classes, and the mean and std of its pixels."""
-    seen = survey(folder, None, labels)
+    rule = intensity_rule(intensities)
+    seen = survey(folder, None, labels, intensities=rule)
     require(
         size is not None or len(seen.sizes) == 1,
         f"the images of {folder} have {len(seen.sizes)} sizes: choose one with --size, such as --size 64",
     )
     height, width = size or (seen.sizes[0][0][1], seen.sizes[0][0][0])
     depth = channels or (1 if is_grey(mode for mode, _ in seen.modes) else 3)
-    site = read_site(folder, ImageForm(seen.class_names, height, width, depth), labels)
+    form = ImageForm(seen.class_names, height, width, depth, intensities=rule)
+    site = read_site(folder, form, labels)
     mean, std = statistics(site.x)
     terms = terms_by_classes(seen.class_names, (height, width), depth)
     return replace(
         terms,
         mean=_rounded(mean),
         std=tuple(max(value, 0.0001) for value in _rounded(std)),
-        patients=None if seen.patients is None else "column",
+        patients=None if seen.patients is None else "dicom" if DICOM in dict(seen.formats) else "column",
+        intensities=intensities,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.labels import folder_labels
-from fedhassle.data.site.listing import find_images, find_label_file, printable
+from fedhassle.data.site.listing import file_of, find_images, find_label_file, printable
 from fedhassle.errors import UserError
 from fedhassle.files import Stamp, stamp
 
@@ -67,6 +67,6 @@ class LabelWatch:
         except UserError as error:
             log.warning("the labels have changed and cannot be used, those before stay in use: %s", error)
             return None
-        if new := label.keys() - set(self.files):
+        if new := label.keys() - {*self.files, *map(file_of, self.files)}:
             log.info("%d images are not used before the node is restarted, such as %s", len(new), min(new))
-        return np.array([label.get(name, -1) for name in self.files], np.int64)
+        return np.array([label.get(name, label.get(file_of(name), -1)) for name in self.files], np.int64)

@@ -12,7 +12,8 @@ from PIL import Image
 
 from fedhassle.data.npz import Images
 from fedhassle.data.site.folder import SiteData
-from fedhassle.data.site.pictures import UnusableError, read_picture
+from fedhassle.data.site.intensities import IntensityRule, UnusableError
+from fedhassle.data.site.pictures import read_picture
 from fedhassle.federation.pages import page
 from fedhassle.files import atomic, write_text
 from fedhassle.predict.model import TrainedModel
@@ -42,7 +43,9 @@ def write_page(
     text = page(
         "next_labels",
         proposals=chosen,
-        thumbnails=[data_uri(thumbnail(data / one.file, site.x[one.row])) for one in chosen],
+        thumbnails=[
+            data_uri(thumbnail(data / one.file, site.x[one.row], model.intensities)) for one in chosen
+        ],
         links=[(data / one.file if data.is_dir() else data).resolve().as_uri() for one in chosen],
         unlabelled=int((site.y < 0).sum()),
         data=str(data),
@@ -54,12 +57,12 @@ def write_page(
     write_text(path, text)
 
 
-def thumbnail(file: Path, pixels: Images) -> Images:
+def thumbnail(file: Path, pixels: Images, rule: IntensityRule) -> Images:
     """Returns what the model sees of an image, in more pixels if its file has them; else the model's own."""
     height, width, channels = pixels.shape
     scale = max(1.0, SIDE / max(height, width))
     try:
-        return read_picture(file, round(height * scale), round(width * scale), channels).pixels
+        return read_picture(file, round(height * scale), round(width * scale), channels, rule).pixels
     except UnusableError:
         return pixels
 
