@@ -1,0 +1,247 @@
+"""One round of secure aggregation (Bonawitz et al., 2017), with neighbours as in SecAgg+ (Bell et al., 2020).
+
+Four steps, in each of which a site may drop out: keys, shares, masked vectors, and what removes the masks.
+Each pair of neighbours agrees on a mask that one adds and the other subtracts, and each site adds one of its
+own to each model. Shares of the secrets behind them lie with the neighbours: of a site that stays, the server
+gets the own mask, of one that drops out the key of the pairwise masks, and of none both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from fedhassle.errors import UserError, require
+from fedhassle.federation.masks.ring import WORD, derived, stream
+from fedhassle.federation.masks.shares import SECRET, SHARE, join, split
+
+DEGREE = 32  # neighbours of a site; with fewer sites, all others
+LEAST_SITES = 3  # of two, each knows the other's vector from the sum
+LEAST_SENDERS = 2  # of a model, or its sum is one site's
+NONCE = 12  # bytes
+OWN_KEY = ""  # name of the key among a site's secrets; those of models have the models' names
+
+Vectors = dict[str, np.ndarray]
+"""Numbers of the ring by model."""
+
+
+class Member(NamedTuple):
+    """What the others know of a site in a round: public keys, and the models that it sends, with weights."""
+
+    cipher: bytes  # for the shares that they send it
+    mask: bytes  # for pairwise masks
+    models: Mapping[str, int]
+
+
+Members = Mapping[str, Member]
+
+
+class Revealed(NamedTuple):
+    """A site's shares of the secrets that are needed to remove masks: by owner, then by name of the secret."""
+
+    shares: Mapping[str, Mapping[str, bytes]]
+
+
+def least_survivors(members: Members) -> int:
+    """The fewest sites whose vectors a sum may have: more than a half of those that sent keys."""
+    return len(members) // 2 + 1
+
+
+def neighbours(members: Members, degree: int = DEGREE) -> dict[str, tuple[str, ...]]:
+    """The sites that each shares masks and secrets with: a ring in an order that no one site can choose."""
+    everyone = b"".join(member.mask for _, member in sorted(members.items()))
+    ring = sorted(members, key=lambda name: hashlib.sha256(everyone + name.encode()).digest())
+    half = min(degree // 2, len(ring) // 2)
+    reach = [*range(-half, 0), *range(1, half + 1)]
+    return {
+        name: tuple(sorted({ring[(i + d) % len(ring)] for d in reach} - {name}))
+        for i, name in enumerate(ring)
+    }
+
+
+def threshold(holders: int) -> int:
+    """How many of the holders of shares give a secret back: more than a half."""
+    return holders // 2 + 1
+
+
+def points(members: Members) -> dict[str, int]:
+    """Where each site's shares lie on a polynomial."""
+    return {name: i for i, name in enumerate(sorted(members), 1)}
+
+
+class Masker:
+    """A site's side of one round. Its secrets live in memory only, and are used once."""
+
+    def __init__(self, name: str, context: str) -> None:
+        self.name, self.context = name, context  # the context binds keys to a run and a round
+        self._cipher, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self._members: dict[str, Member] = {}
+        self._near: dict[str, tuple[str, ...]] = {}
+        self._seeds: dict[str, bytes] = {}  # own masks, by model
+        self._held: dict[str, dict[str, bytes]] = {}  # others' shares, by owner
+        self._revealed = False
+
+    def public(self, models: Mapping[str, int]) -> Member:
+        """Step 1: its public keys, and the models that it will send."""
+        return Member(
+            self._cipher.public_key().public_bytes_raw(),
+            self._mask.public_key().public_bytes_raw(),
+            dict(models),
+        )
+
+    def share(self, members: Members) -> dict[str, bytes]:
+        """Step 2: shares of its secrets for each neighbour, encrypted; refuses a round that protects nobody."""
+        require(not self._members, "this site has shared its secrets in this round already")
+        require(
+            len(members) >= LEAST_SITES,
+            f"masks need at least {LEAST_SITES} sites in a round, and there are {len(members)}",
+        )
+        mine = members.get(self.name)
+        require(mine is not None and mine[:2] == self.public({})[:2], "the server changed this site's keys")
+        keys = [key for member in members.values() for key in (member.cipher, member.mask)]
+        require(len(set(keys)) == len(keys), "two sites of this round have the same key")
+        assert mine is not None
+        self._members, self._near = dict(members), neighbours(members)
+        self._seeds = {model: secrets.token_bytes(SECRET) for model in mine.models}
+        place, holders = points(members), self._holders(self.name)
+        named = {OWN_KEY: self._mask.private_bytes_raw(), **self._seeds}
+        parts = {
+            name: split(secret, [place[h] for h in holders], threshold(len(holders)))
+            for name, secret in named.items()
+        }
+        packed = {h: b"".join(parts[name][place[h]] for name in sorted(parts)) for h in holders}
+        self._held[self.name] = self._unpacked(self.name, packed.pop(self.name))
+        return {peer: self._encrypted(peer, blob) for peer, blob in packed.items()}
+
+    def masked(self, received: Mapping[str, bytes], vectors: Vectors) -> Vectors:
+        """Step 3: its vectors under masks, after it has read the shares that its neighbours sent."""
+        require(bool(self._members), "the round began without this site")
+        mine = self._members[self.name]
+        require(vectors.keys() == mine.models.keys(), "this site sends other models than it announced")
+        for peer, blob in received.items():
+            require(peer in self._holders(self.name), f"{peer} is no neighbour of this site in this round")
+            self._held[peer] = self._unpacked(peer, self._decrypted(peer, blob))
+        holders = len(self._held)
+        require(
+            holders >= threshold(len(self._holders(self.name))),
+            f"only {holders} of this site's neighbours are left, too few for masks",
+        )
+        found = {}
+        for model, vector in vectors.items():
+            total = vector + stream(self._seeds[model], model, len(vector))
+            for peer in self._held.keys() - {self.name}:
+                if model in self._members[peer].models:
+                    seed = pair_seed(self._mask, self._members[peer].mask, self.context)
+                    total = add(total, stream(seed, model, len(vector)), self.name < peer)
+            found[model] = total.astype(WORD)
+        return found
+
+    def reveal(self, survivors: Iterable[str]) -> Revealed:
+        """Step 4: for each neighbour the share of its own masks if it survived, else of its key; once.
+
+        A model that fewer than two survivors sent keeps its masks: its sum would be one site's vector.
+        """
+        there = set(survivors)
+        require(not self._revealed, "this site has revealed its shares of this round already")
+        require(self.name in there, "the server asks for a sum without this site")
+        require(
+            there <= self._members.keys() and len(there) >= least_survivors(self._members),
+            f"{len(there)} sites are left in this round, and {least_survivors(self._members)} are needed",
+        )
+        self._revealed = True
+        open_models = summed(self._members, there)
+        return Revealed(
+            {
+                owner: {m: shares[m] for m in open_models if m in shares}
+                if owner in there
+                else {OWN_KEY: shares[OWN_KEY]}
+                for owner, shares in self._held.items()
+            }
+        )
+
+    def _holders(self, name: str) -> list[str]:
+        """The sites that hold shares of a site's secrets: its neighbours and itself."""
+        return [name, *self._near[name]]
+
+    def _unpacked(self, owner: str, blob: bytes) -> dict[str, bytes]:
+        """The shares of a site's secrets, by name."""
+        names = sorted([OWN_KEY, *self._members[owner].models])
+        require(len(blob) == SHARE * len(names), f"{owner} sent shares of another length")
+        return {name: blob[SHARE * i : SHARE * (i + 1)] for i, name in enumerate(names)}
+
+    def _encrypted(self, peer: str, blob: bytes) -> bytes:
+        nonce = secrets.token_bytes(NONCE)
+        return nonce + self._box(peer).encrypt(nonce, blob, f"{self.name}\0{peer}".encode())
+
+    def _decrypted(self, peer: str, blob: bytes) -> bytes:
+        try:
+            return self._box(peer).decrypt(blob[:NONCE], blob[NONCE:], f"{peer}\0{self.name}".encode())
+        except InvalidTag as error:
+            raise UserError(f"the shares of {peer} were changed on their way") from error
+
+    def _box(self, peer: str) -> ChaCha20Poly1305:
+        agreed = self._cipher.exchange(X25519PublicKey.from_public_bytes(self._members[peer].cipher))
+        return ChaCha20Poly1305(derived(agreed, f"shares {self.context}"))
+
+
+def pair_seed(key: X25519PrivateKey, peer: bytes, context: str) -> bytes:
+    """The seed of the mask that two sites share."""
+    return derived(key.exchange(X25519PublicKey.from_public_bytes(peer)), f"pair {context}")
+
+
+def add(total: np.ndarray, mask: np.ndarray, positive: bool) -> np.ndarray:
+    """The numbers with a mask added or subtracted, modulo 2³²."""
+    found: np.ndarray = total + mask if positive else total - mask
+    return found
+
+
+def summed(members: Members, survivors: Iterable[str]) -> list[str]:
+    """The models whose sum is revealed: those that at least two survivors sent."""
+    there = [members[name].models for name in survivors]
+    names = sorted({model for models in there for model in models})
+    return [model for model in names if sum(model in models for models in there) >= LEAST_SENDERS]
+
+
+def unmasked(
+    members: Members,
+    sharing: Sequence[str],
+    masked: Mapping[str, Vectors],
+    revealed: Mapping[str, Revealed],
+    context: str,
+) -> Vectors:
+    """The sum of the survivors' vectors, by model; raises ValueError if too few shares were revealed.
+
+    `sharing`: the sites that sent shares in step 2; `masked`: the vectors of those that survived step 3.
+    """
+    place, near = points(members), neighbours(members)
+
+    def secret(owner: str, name: str) -> bytes:
+        given = {
+            place[holder]: told.shares[owner][name]
+            for holder, told in revealed.items()
+            if name in told.shares.get(owner, {})
+        }
+        return join(given, threshold(len(near[owner]) + 1))
+
+    dropped = [name for name in sharing if name not in masked]
+    keys = {name: X25519PrivateKey.from_private_bytes(secret(name, OWN_KEY)) for name in dropped}
+    sums = {}
+    for model in summed(members, masked):
+        senders = [name for name in masked if model in masked[name]]
+        total = np.zeros_like(masked[senders[0]][model])
+        for name in senders:
+            total = total + masked[name][model]
+            total = total - stream(secret(name, model), model, len(total))
+            for gone in dropped:
+                if gone in near[name] and model in members[gone].models:
+                    seed = pair_seed(keys[gone], members[name].mask, context)
+                    total = add(total, stream(seed, model, len(total)), name > gone)
+        sums[model] = total
+    return sums
