@@ -11,6 +11,7 @@ from fedhassle.data.catalogue import Dataset, default_entry
 from fedhassle.engine.device import Engine
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
+from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.method import Method
 from fedhassle.privacy import Privacy, require_means
 from fedhassle.runs.folder import Folder
@@ -70,14 +71,36 @@ def agreed_method(settings: Settings, dataset: Dataset) -> Method:
 def agreed_privacy(settings: Settings, method: Method) -> Privacy | None:
     """The protection of updates in a federation's run, None if there is none."""
     privacy = build_privacy(settings)
-    if privacy is not None:
+    if privacy is not None or settings.privacy.masks:
         require_means(method, settings.method.name, "[privacy]")
     return privacy
 
 
+def mask_terms(agreement: Agreement, settings: Settings) -> MaskTerms | None:
+    """What the agreement says about masks; None without any."""
+    privacy, chosen = build_privacy(settings), settings.privacy
+    if not chosen.masks:
+        return None
+    require(
+        privacy is None or not privacy.noise or chosen.noise is not None,
+        "with masks the sites add the noise, so all must know it: write privacy.noise="
+        f"{0.0 if privacy is None else privacy.noise:.4g} beside privacy.epsilon into federation.toml",
+    )
+    require(
+        not chosen.hide or not agreement.data.validation,
+        "privacy.hide needs validation = 0.0 under [data], since the number of validation images tells who "
+        "has labels: evaluate with labelled images at the coordinator (--test)",
+    )
+    if privacy is None:
+        return MaskTerms(hide=bool(chosen.hide))
+    return MaskTerms(privacy.clip, privacy.noise, bool(chosen.hide))
+
+
 def require_buildable(agreement: Agreement) -> None:
     """Raises if the method or network cannot be built here, as when the user's own module is missing."""
-    agreed_method(run_settings(agreement), empty_dataset(agreement))
+    settings = run_settings(agreement)
+    agreed_method(settings, empty_dataset(agreement))
+    mask_terms(agreement, settings)
 
 
 def largest_answer(agreement: Agreement) -> int:

@@ -274,6 +274,11 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
     part, and noise must not follow from a seed.
     """
     chosen = settings.privacy
+    require(
+        clients is None or not (chosen.masks or chosen.hide),
+        "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
+    )
+    require(chosen.masks or not chosen.hide, "privacy.hide needs privacy.masks=true")
     if chosen.epsilon is None and chosen.noise is None:
         require(chosen.delta is None, "privacy.delta needs noise: set privacy.epsilon or privacy.noise")
         return None if chosen.clip is None else Privacy(chosen.clip)

@@ -55,7 +55,7 @@ def test_numbers_are_rounded_to_a_step_and_wrap_around(rng):
     back = decoded(encoded(values, step, 2.0), step)
     assert np.abs(back - values).max() <= step / 2
     assert encoded(np.array([-step]), step, 2.0)[0] == 2**32 - 1
-    with pytest.raises(UserError, match="changed by 2[.]5, and masks allow 2"):
+    with pytest.raises(UserError, match=r"changed by 2\.5, and masks allow 2"):
         encoded(np.array([0.0, -2.5]), step, 2.0)
     with pytest.raises(UserError, match="nan"):
         encoded(np.array([np.nan]), step, 2.0)

@@ -8,13 +8,20 @@ import small
 from fedhassle.data.split.split import Split
 from fedhassle.engine.device import Engine
 from fedhassle.federation.agreement import Agreement, DataTerms, Rules
-from fedhassle.federation.build import agreed_method, empty_dataset, run_settings, with_settings_of
+from fedhassle.federation.build import (
+    agreed_method,
+    empty_dataset,
+    mask_terms,
+    run_settings,
+    with_settings_of,
+)
 from fedhassle.federation.flower.transport import Answer, ConnectedNode, from_records, to_records
+from fedhassle.federation.messages import Payload
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.federation.site.node import SiteNode
-from fedhassle.settings.build import build_method
+from fedhassle.settings.build import build_method, build_privacy
 from fedhassle.settings.request import parsed
 
 ENGINE = Engine(small.CPU)
@@ -82,6 +89,7 @@ class FakeTransport:
     behaviour: dict = field(default_factory=dict)  # by (site, kind): a function that answers instead
     answers: dict = field(default_factory=dict)
     requests: list = field(default_factory=list)
+    arrays_up: list = field(default_factory=list)  # of the answers to training
 
     def __post_init__(self):
         # Numbers in another order than names: nothing may depend on them.
@@ -106,6 +114,8 @@ class FakeTransport:
         made = act(lambda payload: self.sites[name](request.kind, payload), payload)
         if made is not None:
             self.answers[number] = made
+        if request.kind == "train" and isinstance(made, Payload):
+            self.arrays_up.append(made.arrays)
         return number
 
     def pull(self, ids):
@@ -135,7 +145,9 @@ def federation(folder, name, agreed=None, split=small.SPLIT, **settings):
     transport = network(folder, agreed, split)
     sites = Sites(transport, agreed, Audit(folder / "audit.jsonl"), Flying().clock)
     method, plan = planned(agreed)
-    return method, FlowerFederation(sites, plan), transport
+    made = run_settings(agreed)
+    protection = None, mask_terms(agreed, made), build_privacy(made)
+    return method, FlowerFederation(sites, plan, *protection), transport
 
 
 def agreed_on(name, agreed=None, **settings):

@@ -44,7 +44,7 @@ Members = Mapping[str, Member]
 
 
 class Revealed(NamedTuple):
-    """A site's shares of the secrets that are needed to remove masks: by owner, then by name of the secret."""
+    """A site's shares of the secrets that remove masks: by owner, then by name of the secret."""
 
     shares: Mapping[str, Mapping[str, bytes]]
 
@@ -82,7 +82,7 @@ class Masker:
     def __init__(self, name: str, context: str) -> None:
         self.name, self.context = name, context  # the context binds keys to a run and a round
         self._cipher, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-        self._members: dict[str, Member] = {}
+        self.members: dict[str, Member] = {}
         self._near: dict[str, tuple[str, ...]] = {}
         self._seeds: dict[str, bytes] = {}  # own masks, by model
         self._held: dict[str, dict[str, bytes]] = {}  # others' shares, by owner
@@ -97,8 +97,8 @@ class Masker:
         )
 
     def share(self, members: Members) -> dict[str, bytes]:
-        """Step 2: shares of its secrets for each neighbour, encrypted; refuses a round that protects nobody."""
-        require(not self._members, "this site has shared its secrets in this round already")
+        """Step 2: encrypted shares of its secrets for each neighbour; refuses a round without protection."""
+        require(not self.members, "this site has shared its secrets in this round already")
         require(
             len(members) >= LEAST_SITES,
             f"masks need at least {LEAST_SITES} sites in a round, and there are {len(members)}",
@@ -108,7 +108,7 @@ class Masker:
         keys = [key for member in members.values() for key in (member.cipher, member.mask)]
         require(len(set(keys)) == len(keys), "two sites of this round have the same key")
         assert mine is not None
-        self._members, self._near = dict(members), neighbours(members)
+        self.members, self._near = dict(members), neighbours(members)
         self._seeds = {model: secrets.token_bytes(SECRET) for model in mine.models}
         place, holders = points(members), self._holders(self.name)
         named = {OWN_KEY: self._mask.private_bytes_raw(), **self._seeds}
@@ -122,8 +122,8 @@ class Masker:
 
     def masked(self, received: Mapping[str, bytes], vectors: Vectors) -> Vectors:
         """Step 3: its vectors under masks, after it has read the shares that its neighbours sent."""
-        require(bool(self._members), "the round began without this site")
-        mine = self._members[self.name]
+        require(bool(self.members), "the round began without this site")
+        mine = self.members[self.name]
         require(vectors.keys() == mine.models.keys(), "this site sends other models than it announced")
         for peer, blob in received.items():
             require(peer in self._holders(self.name), f"{peer} is no neighbour of this site in this round")
@@ -137,8 +137,8 @@ class Masker:
         for model, vector in vectors.items():
             total = vector + stream(self._seeds[model], model, len(vector))
             for peer in self._held.keys() - {self.name}:
-                if model in self._members[peer].models:
-                    seed = pair_seed(self._mask, self._members[peer].mask, self.context)
+                if model in self.members[peer].models:
+                    seed = pair_seed(self._mask, self.members[peer].mask, self.context)
                     total = add(total, stream(seed, model, len(vector)), self.name < peer)
             found[model] = total.astype(WORD)
         return found
@@ -152,11 +152,11 @@ class Masker:
         require(not self._revealed, "this site has revealed its shares of this round already")
         require(self.name in there, "the server asks for a sum without this site")
         require(
-            there <= self._members.keys() and len(there) >= least_survivors(self._members),
-            f"{len(there)} sites are left in this round, and {least_survivors(self._members)} are needed",
+            there <= self.members.keys() and len(there) >= least_survivors(self.members),
+            f"{len(there)} sites are left in this round, and {least_survivors(self.members)} are needed",
         )
         self._revealed = True
-        open_models = summed(self._members, there)
+        open_models = summed(self.members, there)
         return Revealed(
             {
                 owner: {m: shares[m] for m in open_models if m in shares}
@@ -172,7 +172,7 @@ class Masker:
 
     def _unpacked(self, owner: str, blob: bytes) -> dict[str, bytes]:
         """The shares of a site's secrets, by name."""
-        names = sorted([OWN_KEY, *self._members[owner].models])
+        names = sorted([OWN_KEY, *self.members[owner].models])
         require(len(blob) == SHARE * len(names), f"{owner} sent shares of another length")
         return {name: blob[SHARE * i : SHARE * (i + 1)] for i, name in enumerate(names)}
 
@@ -187,7 +187,7 @@ class Masker:
             raise UserError(f"the shares of {peer} were changed on their way") from error
 
     def _box(self, peer: str) -> ChaCha20Poly1305:
-        agreed = self._cipher.exchange(X25519PublicKey.from_public_bytes(self._members[peer].cipher))
+        agreed = self._cipher.exchange(X25519PublicKey.from_public_bytes(self.members[peer].cipher))
         return ChaCha20Poly1305(derived(agreed, f"shares {self.context}"))
 
 

@@ -29,6 +29,7 @@ from fedhassle.federation.build import (
     agreed_method,
     agreed_privacy,
     empty_dataset,
+    mask_terms,
     settings_in,
     with_settings_of,
 )
@@ -79,7 +80,8 @@ def coordinate(
             start = resumed(run)
             run = with_lost_rounds(run, audit, start.t)
             write_agreed(run)
-            federation = FlowerFederation(sites, plan(uid, run), ClientState(folder.memory))
+            terms, memory = mask_terms(agreement, run.settings), ClientState(folder.memory)
+            federation = FlowerFederation(sites, plan(uid, run), memory, terms, run.privacy)
             evaluator = Evaluator(run, federation, images)
             require_evaluation(there, images)
             hashes = summary_hashes(agreement, run)

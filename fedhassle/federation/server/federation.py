@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fedhassle.engine.client import samples_by_name
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.rounds import Reply
+from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
+from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.federation.messages import Failure, Hits, Payload, RefusedError, packed, read_hits, read_update
 from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_capped_weights
+from fedhassle.federation.server.masked import MaskedRound
 from fedhassle.federation.server.sites import Answers, Sites
 from fedhassle.method import Client, Method, Update
+from fedhassle.privacy import Privacy
 from fedhassle.runs.record import Evaluation
 from fedhassle.vectors import Arrays
 
@@ -27,8 +32,19 @@ CPU = torch.device("cpu")
 class FlowerFederation:
     """Sites that train on their own machines; an error at one site costs the round that site only."""
 
-    def __init__(self, sites: Sites, plan: Mapping[str, Any], memory: ClientState | None = None) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        plan: Mapping[str, Any],
+        memory: ClientState | None = None,
+        terms: MaskTerms | None = None,
+        privacy: Privacy | None = None,
+    ) -> None:
         self.sites, self.plan, self.audit = sites, dict(plan), sites.audit
+        self.terms = terms  # of masks, if there are any
+        # With noise, one site's update must not decide how others' are clipped.
+        noisy = privacy is not None and privacy.noise
+        self.rules = replace(sites.rules, clip_above=0, refuse_above=0) if noisy else sites.rules
         self.memory = ClientState() if memory is None else memory
         self.transfer = Transfer(self.memory, CPU)
         self._merged: dict[str, int] = {}  # by site: the last round in which its update was merged
@@ -40,8 +56,12 @@ class FlowerFederation:
         found = self.sites.gather(self.sites.rules.minimum_sites)
         return [found[name].client for name in sorted(found)]
 
-    def train(self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int) -> list[Reply]:
-        """Trains round t at the sites; returns the replies of those that answered correctly."""
+    def train(
+        self, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int
+    ) -> list[Reply] | Averages:
+        """Trains round t at the sites; returns the replies of those that answered correctly, or their sum."""
+        if self.terms is not None:
+            return self._train_masked(self.terms, method, messages, t)
         least = method.unsent()
         known = {client.name: self.transfer.known(client.name, least, t) for client, _ in messages}
         down = {client.name: sent(message, known[client.name], least) for client, message in messages}
@@ -57,18 +77,55 @@ class FlowerFederation:
             except RefusedError as refused:
                 failed[client.name] = str(refused)
         arrived = {name: message.arrays for name, message in down.items()}
-        found = bounded(method, updates, arrived, self._changes, self.sites.rules)
+        found = bounded(method, updates, arrived, self._changes, self.rules)
         failed |= found.refused
         self._record(found, failed, t)
         replies = self._replies(method, found, updates, down, t)
-        needed = min(self.sites.rules.minimum_sites, len(messages))
-        if len(replies) < needed:
+        self._require_enough(len(replies), len(messages), failed, t)
+        return replies
+
+    def _require_enough(self, answered: int, asked: int, failed: Mapping[str, str], t: int) -> None:
+        """Raises if fewer sites answered correctly than the rules demand."""
+        needed = min(self.sites.rules.minimum_sites, asked)
+        if answered < needed:
             said = "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise UserError(
-                f"round {t}: {len(replies)} of at least {needed} sites answered correctly ({said}); earlier "
+                f"round {t}: {answered} of at least {needed} sites answered correctly ({said}); earlier "
                 "rounds are saved: fix this and resume the run"
             )
-        return replies
+
+    def _train_masked(
+        self, terms: MaskTerms, method: Method, messages: Sequence[tuple[Client, Arrays]], t: int
+    ) -> Averages:
+        """Trains round t under masks; returns the mean of those that answered correctly."""
+        clients = [client for client, _ in messages]
+        start = {name: vector for _, message in messages for name, vector in message.items()}
+        training = {
+            client.name: self._payload(client.name, Arrived(message, 0), {}, t)
+            for client, message in messages
+        }
+        going = MaskedRound(lambda ask: self.sites.ask("train", ask, f"round {t}"), terms, self.plan, t)
+        try:
+            done = going.run(method, clients, training, start, self.rules.largest_share)
+        except RefusedError as refused:
+            said = "; ".join([str(refused), *(f"{name}: {why}" for name, why in going.failed.items())])
+            raise UserError(
+                f"round {t}: {said}; earlier rounds are saved: fix this and resume the run"
+            ) from refused
+        self._merged |= dict.fromkeys(done.contributed, t)
+        unknown: dict[str, Changes] = {name: {} for name in done.contributed}  # what each of them changed
+        self._record(Bounded({}, unknown, {}, {}), done.failed, t)
+        self._require_enough(len(done.contributed), len(messages), done.failed, t)
+        replies = tuple(
+            Reply(
+                Update(client, {}, samples_by_name(method.phases(client, t), client), {}),
+                *(done.down[client.name], done.up[client.name]),
+            )
+            for client in clients
+            if client.name in done.contributed
+        )
+        mean = Update(Client("sum", 0, 0), done.means, dict.fromkeys(done.means, 1), {})
+        return Averages(replies, (True,) * len(replies), (mean,))
 
     def _payload(self, name: str, message: Arrived, known: Arrays, t: int) -> Payload:
         """The message to a site: the vectors, and the round of its own that it continues from."""
@@ -113,7 +170,7 @@ class FlowerFederation:
         for name, what in found.clipped.items():
             log.warning("round %d: the update of %s is clipped: %s (rules.clip_above)", t, name, what)
             self.audit.write("clipped", site=name, round=t, what=what)
-        merged = {"contributed": list(found.updates), "failed": list(failed), "changes": found.changes}
+        merged = {"contributed": list(found.changes), "failed": list(failed), "changes": found.changes}
         self.audit.write("round", round=t, **merged)
 
     def evaluate(self, method: Method, state: Arrays, t: int) -> Evaluation | None:

@@ -31,7 +31,7 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash, read_agreement
-from fedhassle.federation.build import dataset_of, engine_of, own_code_in
+from fedhassle.federation.build import dataset_of, engine_of, mask_terms, own_code_in, run_settings
 from fedhassle.federation.messages import (
     Payload,
     coarse,
@@ -43,12 +43,14 @@ from fedhassle.federation.messages import (
     update_words,
 )
 from fedhassle.federation.site.leaving import AnswerLog, outward
+from fedhassle.federation.site.masked import MaskedRounds
 from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
 from fedhassle.federation.site.plan import PLAN, agreed_method, require_lengths
 from fedhassle.files import write_text
-from fedhassle.method import Client, Method
+from fedhassle.method import Client, Method, Update
 from fedhassle.names import some_of
 from fedhassle.provenance import versions
+from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
@@ -109,6 +111,8 @@ class SiteNode:
         self._uses = partition(x, y, agreed.validation, patients)
         self.answers = AnswerLog(audit or memory / "audit.jsonl", f"{agreement.name} at {agreement.address}")
         self.dataset, self.rows, self.client = self._holding(x, y)
+        terms = mask_terms(agreement, run_settings(agreement))
+        self.masks = None if terms is None else MaskedRounds(name, terms)
         self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
         self._new_labels = new_labels
         self._next: Holding | None = None  # with labels that the server does not count yet
@@ -172,10 +176,11 @@ class SiteNode:
         require(known, "its labels have changed; it takes part again when the server has counted them")
 
     def _counts(self, held: Holding) -> dict[str, int]:
-        """The numbers of images that the server may know, coarse if that is agreed."""
+        """The numbers of images that the server may know: coarse if that is agreed, 1 if they are hidden."""
+        hidden = self.masks is not None and self.masks.terms.hide
         return {
-            "labelled": self._reported(held.client.labelled),
-            "unlabelled": self._reported(held.client.unlabelled),
+            "labelled": 1 if hidden else self._reported(held.client.labelled),
+            "unlabelled": 1 if hidden else self._reported(held.client.unlabelled),
             "validation": self._reported(len(held.rows.validation)),
         }
 
@@ -209,8 +214,19 @@ class SiteNode:
         return coarse(count) if self.agreement.data.coarse_counts else count
 
     def train(self, payload: Payload) -> Payload:
-        """Trains for a round."""
+        """Trains for a round, or takes one of the steps of a round under masks."""
         self._use_labels(payload.words.get("counts"))
+        if self.masks is not None:
+            return self.masks.answer(payload, lambda: self._trained(payload))
+        asked = "step" in payload.words
+        require(not asked, "the server asks for masks, which this site's federation.toml does not name")
+        update, received = self._trained(payload)
+        least = self._run_of(payload.words).method.unsent()
+        words = update_words(update, self.agreement.data.coarse_counts)
+        return Payload(words, packed(update.arrays, received if least else {}))
+
+    def _trained(self, payload: Payload) -> tuple[Update, Arrays]:
+        """Trains for a round: the update, and the vectors that it started from."""
         run, words = self._run_of(payload.words), payload.words
         t, since = count_of(words.get("round"), "round"), count_of(words.get("since"), "since")
         checkpoints = [count_of(n, "checkpoint") for n in words.get("checkpoints", [])]
@@ -227,13 +243,12 @@ class SiteNode:
         received = {name: vector.to(self.engine.device) for name, vector in message.items()}
         began = time.perf_counter()
         (reply,) = simulator.train(method, [(self.client, received)], t)
-        arrays = packed(reply.update.arrays, received if least else {})
         log.info(
             "round %d: trained %s in %.1f s; received %.2f MB, sends %.2f MB",
             *(t, ", ".join(reply.update.arrays) or "nothing", time.perf_counter() - began),
-            *(megabytes(payload.arrays), megabytes(arrays)),
+            *(megabytes(payload.arrays), reply.bytes_up / 1e6),
         )
-        return Payload(update_words(reply.update, self.agreement.data.coarse_counts), arrays)
+        return reply.update, received
 
     def evaluate(self, payload: Payload) -> Payload:
         """Evaluates a model on the site's validation images."""

@@ -1,0 +1,241 @@
+"""Rounds under masks in one process: plain results, sites that drop out, and models that are hidden."""
+
+import json
+import math
+
+import federations
+import pytest
+import small
+import torch
+
+from fedhassle.engine.rounds import Averages, Plan, federate
+from fedhassle.errors import UserError
+from fedhassle.federation.build import require_buildable
+from fedhassle.federation.masks import contribution
+from fedhassle.federation.masks.contribution import LIMIT, MaskTerms, deviation
+from fedhassle.federation.masks.protocol import Member
+from fedhassle.federation.masks.ring import step_of
+from fedhassle.privacy import Privacy
+from fedhassle.robust import differences, joint_norm
+from fedhassle.vectors import all_finite
+
+METHODS = ("fedavg", "fedprox", "mixmatch", "fixmatch", "fixmatch-global", "sage", "hassle", "hassle+")
+MASKS = "privacy.masks = true\n"
+
+
+def rounds(folder, name, run="", clients=9, privacy=None, behaviour=None, count=1, **more):
+    """The rounds of a federation of small sites; also its transport."""
+    agreed = federations.terms(run=f"method.name = '{name}'\n" + run)
+    method, federation, transport = federations.federation(folder, name, agreed, **more)
+    transport.behaviour = behaviour or {}
+    plan = Plan(count, clients, 0, privacy)
+    return list(federate(method, federation, plan, method.initial(0))), transport
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_masked_rounds_are_plain_rounds_to_the_bound_of_the_quantisation(name, tmp_path):
+    """Each of n sites rounds its entries by at most half a step, and shares of a model add up to 1."""
+    (plain,), _ = rounds(tmp_path / "plain", name)
+    (masked,), transport = rounds(tmp_path / "masked", name, MASKS)
+    sites = len(masked.replies)
+    bound = sites / 2 * step_of(LIMIT, sites) + 1e-6  # and what float32 rounds in a plain mean
+    assert plain.state.keys() == masked.state.keys()
+    assert [c.name for c in plain.clients] == [c.name for c in masked.clients]
+    for key, vector in plain.state.items():
+        assert (vector - masked.state[key]).abs().max() <= bound, key
+    moved = differences(masked.state, {k: plain.state[k] * 0 for k in plain.state})
+    assert joint_norm(moved) > 0
+    assert all(key.startswith("masked ") for answer in sent_up(transport) for key in answer)
+
+
+def sent_up(transport):
+    """The arrays that the sites sent in training, by answer."""
+    return [arrays for arrays in transport.arrays_up if arrays]
+
+
+def killed(step):
+    """A site that is gone from a step on."""
+
+    def act(answer, payload):
+        order = ("keys", "shares", "vectors", "reveal")
+        return "killed" if order.index(payload.words["step"]) >= order.index(step) else answer(payload)
+
+    return act
+
+
+@pytest.mark.parametrize("step", ["keys", "shares", "vectors", "reveal"])
+def test_a_site_may_drop_out_at_each_step(step, tmp_path):
+    """The mean is that of the others; in the last step its vector is there already, so it counts."""
+    lost = {("client 2", "train"): killed(step)}
+    (masked,), _ = rounds(tmp_path / "masked", "hassle", MASKS, behaviour=lost)
+    plain_lost = {} if step == "reveal" else {("client 2", "train"): lambda answer, payload: "killed"}
+    (plain,), _ = rounds(tmp_path / "plain", "hassle", behaviour=plain_lost)
+    for key, vector in plain.state.items():
+        assert (vector - masked.state[key]).abs().max() <= 1e-5, key
+    names = [reply.update.client.name for reply in masked.replies]
+    assert ("client 2" in names) == (step == "reveal") and len(names) == 5 + (step == "reveal")
+    audit = [json.loads(line) for line in (tmp_path / "masked" / "audit.jsonl").read_text().splitlines()]
+    assert [event["site"] for event in audit if event["event"] == "failed"] == ["client 2"]
+
+
+def test_a_model_that_one_site_alone_sent_is_not_merged(tmp_path, caplog):
+    """Of three sites, one full and two partial, the last drops out: the other partial one keeps its w_U."""
+    lost = {("client 3", "train"): killed("vectors")}
+    (done,), _ = rounds(tmp_path, "hassle", MASKS, behaviour=lost, split=federations.FEW)
+    start = federations.method_named("hassle").initial(0)
+    assert not torch.equal(done.state["w_S"], start["w_S"])
+    assert torch.equal(done.state["w_U"], start["w_U"])
+    assert "r_SU, w_U stays under masks and is not merged" in caplog.text
+
+
+def test_too_few_survivors_stop_the_run_with_a_reason(tmp_path):
+    lost = {(f"client {k}", "train"): killed("vectors") for k in (2, 3)}
+    with pytest.raises(UserError, match=r"1 sites are left in this round, and 2 are needed"):
+        rounds(tmp_path, "fedavg", MASKS, behaviour=lost, split=federations.FEW)
+
+
+def test_two_sites_are_too_few_for_masks(tmp_path):
+    with pytest.raises(UserError, match="at least 3 sites in a round, and there are 2"):
+        rounds(tmp_path, "fedavg", MASKS, clients=2)
+
+
+# Bounds
+
+
+def test_updates_are_clipped_at_the_site_and_the_sum_is_checked(tmp_path):
+    """With a bound of 0.01 the mean moves by at most that, and equals the mean of clipped plain updates."""
+    run = "privacy.clip = 0.01\n"
+    (plain,), _ = rounds(tmp_path / "plain", "fedavg", run, privacy=Privacy(0.01))
+    (masked,), _ = rounds(tmp_path / "masked", "fedavg", run + MASKS)
+    assert (plain.state["w"] - masked.state["w"]).abs().max() < 1e-7
+    start = federations.method_named("fedavg").initial(0)
+    assert 0 < joint_norm(differences(masked.state, start)) <= 0.01
+
+
+def test_updates_that_were_not_clipped_are_noticed_in_the_sum(tmp_path, monkeypatch):
+    """Sites that send five times the bound, all in the same direction."""
+
+    def too_long(arrays, bound):
+        return {name: torch.full_like(v, 5 * bound / math.sqrt(len(v))) for name, v in arrays.items()}
+
+    monkeypatch.setattr(contribution, "clipped_jointly", too_long)
+    with pytest.raises(UserError, match="a site has not clipped its update, and masks hide which one"):
+        rounds(tmp_path, "fedavg", "privacy.clip = 0.001\n" + MASKS)
+
+
+# Models and counts that are hidden
+
+
+@pytest.mark.parametrize("name", ["fedavg", "hassle"])
+def test_hidden_sites_look_alike_and_count_alike(name, tmp_path):
+    """Every site sends all models in one form; the mean is over those that trained one, each alike."""
+    (done,), transport = rounds(tmp_path, name, MASKS + "privacy.hide = true\n")
+    shapes = {tuple((key, v.shape) for key, v in sorted(a.items())) for a in sent_up(transport)}
+    assert len(shapes) == 1 and len(sent_up(transport)) == 6
+    told = [r.payload.words["counts"] for r in transport.requests if "counts" in r.payload.words]
+    assert all(counts == {"labelled": 1, "unlabelled": 1, "validation": 0} for counts in told)
+    start = federations.method_named(name).initial(0)
+    expected = equal_mean(tmp_path, name, start)
+    for key, vector in expected.items():
+        assert (vector - done.state[key]).abs().max() <= 1e-5, key
+
+
+def equal_mean(folder, name, start):
+    """The mean of each model over the sites that train it, each alike, from plain updates."""
+    method, plain, _ = federations.federation(folder / "plain", name)
+    messages = [(c, method.message(start, c, 1)) for c in plain.present() if method.phases(c, 1)]
+    updates = [reply.update for reply in plain.train(method, messages, 1)]
+    names = {key for update in updates for key in update.arrays}
+    return {k: torch.stack([u.arrays[k] for u in updates if k in u.arrays]).mean(0) for k in names}
+
+
+# Noise
+
+
+def test_the_sites_noise_adds_up_to_what_the_account_assumes(tmp_path):
+    """Of 6 sites at least 4 survive, so each adds z·C/6/√4 to its sixth; with all 6, the sum has √6 of that.
+
+    fedavg: 4 sites have labels, so the mean is the sum of sixths times 6/4. The updates themselves are of
+    norm 1e-6, and the network has some 100 weights a layer, whose noise is measured.
+    """
+    run = "privacy.noise = 3.0\nprivacy.clip = 1e-6\n" + MASKS
+    (done,), _ = rounds(tmp_path, "fedavg", run, privacy=Privacy(1e-6, 3.0))
+    net = small.net()
+    start = federations.method_named("fedavg").initial(0)["w"]
+    noise = (done.state["w"] - start).double()[: net.n_weights]
+    noise = noise[noise != 0].numpy()  # without padding
+    expected = 3e-6 / 6 / 2 * math.sqrt(6) * 6 / 4
+    assert noise.std() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(noise)))
+
+
+def test_each_sites_share_of_the_noise_is_enough_with_the_fewest_survivors():
+    members = {str(k): Member(b"", b"", {}) for k in range(5)}
+    one = deviation(members, MaskTerms(2.0, 1.5))
+    assert math.sqrt(3) * one * 5 >= 1.5 * 2.0  # three of five survive
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        ("method.name = 'rscfed'\n", "by a weighted mean, and rscfed does not"),
+        ("method.name = 'fedmatch'\n", "by a weighted mean, and fedmatch does not"),
+        ("method.name = 'local'\n", "by a weighted mean, and local does not"),
+        ("method = {name = 'fedavg', merging = 'median'}\n", "leave one of both out"),
+        ("method.name = 'fedavg'\nprivacy.epsilon = 8\n", "write privacy.noise="),
+    ],
+)
+def test_what_masks_cannot_do_is_refused(run, says):
+    with pytest.raises(UserError, match=says):
+        require_buildable(federations.terms(run=run + MASKS))
+
+
+def test_hiding_needs_masks_and_no_validation_images():
+    with pytest.raises(UserError, match=r"privacy\.hide needs privacy\.masks=true"):
+        require_buildable(federations.terms(run="privacy.hide = true\n"))
+    with pytest.raises(UserError, match="needs validation = 0"):
+        require_buildable(federations.terms(0.1, run="privacy.hide = true\n" + MASKS))
+
+
+def test_a_site_that_agreed_on_masks_sends_nothing_without_them(tmp_path):
+    agreed = federations.terms(run="method.name = 'fedavg'\n" + MASKS)
+    method, federation, _ = federations.federation(tmp_path, "fedavg", agreed)
+    federation.terms = None  # the server tries
+    with pytest.raises(UserError, match="it sends no update without masks"):
+        next(federate(method, federation, Plan(1, 9), method.initial(0)))
+    method, federation, _ = federations.federation(tmp_path / "other", "fedavg")
+    federation.terms = MaskTerms()
+    with pytest.raises(UserError, match=r"asks for masks, which this site's federation\.toml does not name"):
+        next(federate(method, federation, Plan(1, 9), method.initial(0)))
+
+
+def test_a_restarted_site_joins_the_next_round(tmp_path):
+    """Its secrets were in memory: from the third step on it is as if it had dropped out."""
+    agreed = federations.agreed_on("fedavg", federations.terms(run=MASKS))
+    method, federation, transport = federations.federation(tmp_path, "fedavg", agreed)
+    held = federations.held(small.dataset())["client 2"]
+
+    def restarted(answer, payload):
+        if payload.words["step"] == "vectors" and payload.words["round"] == 1:
+            transport.sites["client 2"] = federations.site(
+                tmp_path / "again", "client 2", *held, agreed
+            ).answer
+        return transport.sites["client 2"]("train", payload)
+
+    transport.behaviour = {("client 2", "train"): restarted}
+    first, second = federate(method, federation, Plan(2, 9), method.initial(0))
+    assert "client 2" not in [reply.update.client.name for reply in first.replies]
+    assert "client 2" in [reply.update.client.name for reply in second.replies]
+
+
+def test_the_result_is_an_average_without_any_single_update(tmp_path):
+    agreed = federations.terms(run="method.name = 'fedavg'\n" + MASKS)
+    method, federation, _ = federations.federation(tmp_path, "fedavg", agreed)
+    state = method.initial(0)
+    messages = [(c, method.message(state, c, 1)) for c in federation.present() if method.phases(c, 1)]
+    found = federation.train(method, messages, 1)
+    assert isinstance(found, Averages) and len(found.means) == 1
+    assert all(not reply.update.arrays and not reply.update.losses for reply in found.replies)
+    assert all_finite([list(found.means[0].arrays.values())]) == [True]
