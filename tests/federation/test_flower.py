@@ -52,9 +52,9 @@ LATE = "unlabelled"  # a folder of images, whose labels come later
 DATA = DataTerms(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,), flip=True, crop=0, validation=0.2)
 
 
-def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT):
+def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, **more):
     method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
-    run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method}
+    run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method} | more
     return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT))
 
 
@@ -141,12 +141,17 @@ class Deployment:
         self.until(name, lambda: self.events(name, "finished"), "the end")
 
 
+def with_rogue(patch):
+    """Lets processes import the node that misbehaves."""
+    here = [str(Path(rogue.__file__).parent), str(Path(fedhassle.__file__).parents[1])]
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")])))
+
+
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flower")
     with pytest.MonkeyPatch.context() as patch:
-        here = [str(Path(rogue.__file__).parent), str(Path(fedhassle.__file__).parents[1])]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")])))
+        with_rogue(patch)
         made = Deployment(folder)
         with made.stack:
             for name in SITES:

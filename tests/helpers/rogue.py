@@ -1,4 +1,7 @@
-"""A node that misbehaves as told by a file beside its memory, {round: what}; without one it behaves."""
+"""A node that misbehaves as told by a file beside its memory, {round: what}; without one it behaves.
+
+In a round under masks the key is "round step".
+"""
 
 import json
 import sys
@@ -16,7 +19,8 @@ honest = SiteNode.train
 def train(self, payload):
     orders = self.memory.parent / f"{self.name}.rogue"
     told = json.loads(orders.read_text()) if orders.exists() else {}
-    what = told.get(str(payload.words["round"]))
+    when = [payload.words["round"], *filter(None, [payload.words.get("step")])]
+    what = told.get(" ".join(map(str, when)))
     if what == "sleep":
         (self.memory.parent / f"{self.name}.asleep").touch()
         time.sleep(300)

@@ -15,6 +15,7 @@ from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
 from fedhassle.federation.masks.contribution import MaskTerms
+from fedhassle.federation.masks.protocol import LEAST_SITES
 from fedhassle.federation.messages import Failure, Hits, Payload, RefusedError, packed, read_hits, read_update
 from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_capped_weights
 from fedhassle.federation.server.masked import MaskedRound
@@ -53,7 +54,8 @@ class FlowerFederation:
 
     def present(self) -> list[Client]:
         """The sites that are online and free, sorted by name; waits until there are enough."""
-        found = self.sites.gather(self.sites.rules.minimum_sites)
+        fewest = LEAST_SITES if self.terms is not None else 1
+        found = self.sites.gather(max(self.sites.rules.minimum_sites, fewest))
         return [found[name].client for name in sorted(found)]
 
     def train(
