@@ -6,6 +6,7 @@ import csv
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhassle.cli.data import FEW, show_problems
-from fedhassle.cli.options import DataDir
+from fedhassle.cli.options import DataDir, Patients
 from fedhassle.errors import require
 from fedhassle.files import atomic, write_json
+from fedhassle.names import counted
 from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ def evaluate(
         str | None, typer.Option(help="Prediction to evaluate; for HASSLE sm, um or em (default: all).")
     ] = None,
     which: Which = None,
+    patients: Patients = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="JSON file for all metrics (default: none).")
     ] = None,
@@ -116,9 +119,13 @@ def evaluate(
     """Evaluate a model on labelled images.
 
     Prints accuracy and balanced accuracy with 95 % intervals, AUROC, calibration error, and recall and
-    precision per class. Images without a label are ignored; problems with files go to standard error.
+    precision per class. If patients are known, intervals count patients rather than images. Images without
+    a label are ignored; problems with files go to standard error.
     """
+    import numpy as np
+
     from fedhassle.data.site.fitting import TO_FIT
+    from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients, told_apart
     from fedhassle.data.site.survey import conversions, skipped
     from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
@@ -129,24 +136,29 @@ def evaluate(
 
     if picture is not None:
         check_picture(picture, FORMATS)
+    require(patients is None or Path(data).is_dir(), "--patients is for a folder of images")
     model = chosen_model(path, which, allow_import).on(device)
     used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     errors = Console(stderr=True)
     with progress_bar(errors, more_than=BATCH_SIZE) as progress:
-        site = labelled_images(data, model.form, data_dir, progress)
+        rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
+        site = labelled_images(data, replace(model.form, patients=rule), data_dir, progress)
     show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
     predictions, y = predict_all(model, site.x, errors), site.y
-    scores = {name: score(*predictions[name], y) for name in used}
+    people = None if site.patients is None else told_apart(site.patients)
+    scores = {name: score(*predictions[name], y, people) for name in used}
+    counts = {"images": len(y), **({} if people is None else {"patients": len(np.unique(people))})}
     # Files first, so that they are complete even if the output is cut short, as with `| head`.
     if as_json is not None:
         figures = {name: plain(each, model.class_names) for name, each in scores.items()}
-        write_json(as_json, {"model": str(path), "data": data, "images": len(y), "predictions": figures})
+        write_json(as_json, {"model": str(path), "data": data, **counts, "predictions": figures})
     if picture is not None:
         draw_scores(
             scores, model.class_names, picture, f"{path.name} on {Path(data).name}, {len(y):,} images"
         )
     console = Console()
-    show_scores(scores, model, f"{path} on {data}: {len(y):,} images", console)
+    tested = " of ".join(counted(count, what[:-1]) for what, count in counts.items())
+    show_scores(scores, model, f"{path} on {data}: {tested}", console, "patients" in counts)
     for what, file in (("picture", picture), ("figures", as_json)):
         if file is not None:
             say(console, f"{what:8} {file}")
@@ -277,9 +289,12 @@ def predict_all(model: TrainedModel, x: Images, errors: Console) -> dict[str, Pr
     }
 
 
-def show_scores(scores: Mapping[str, Scores], model: TrainedModel, title: str, console: Console) -> None:
+def show_scores(
+    scores: Mapping[str, Scores], model: TrainedModel, title: str, console: Console, by_patient: bool
+) -> None:
     """Prints a table with a row per prediction, then one with a row per class."""
-    table = Table(title=escape(title), title_justify="left", caption=EXPLAINED, caption_justify="left")
+    caption = EXPLAINED.replace("interval", "interval by patient") if by_patient else EXPLAINED
+    table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left")
     for column in ("prediction", "accuracy %", "balanced %", "AUROC", "ECE"):
         table.add_column(column, justify="left" if column == "prediction" else "right")
     for name, each in scores.items():

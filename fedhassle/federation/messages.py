@@ -24,6 +24,7 @@ TYPES = {WHOLE: np.dtype("<f4"), INDEX: np.dtype("<i4"), VALUE: np.dtype("<f4")}
 LONGEST_NAME = 100
 LONGEST_REASON = 500
 MOST_SAMPLES = 10**12
+PATIENTS = ("patients", "validation_patients")  # of a site's introduction: all, and those in validation
 COARSE = 2  # two counts that are rounded to powers of two differ by at most this factor more than they did
 
 
@@ -52,6 +53,7 @@ class Introduction(NamedTuple):
     validation: int  # labelled samples that it keeps for validation
     agreed: str  # the hash of its agreement
     versions: dict[str, str]
+    patients: dict[str, int] = {}  # noqa: RUF012 - never written to; numbers of patients, if it knows them
 
     @property
     def counts(self) -> dict[str, int]:
@@ -148,7 +150,22 @@ def introduction(words: Mapping[str, Any]) -> Introduction:
     if not isinstance(agreed, str) or not isinstance(versions, dict):
         raise RefusedError("it did not send the hash of its agreement, or its versions")
     plain = {str(k)[:LONGEST_NAME]: str(v)[:LONGEST_NAME] for k, v in list(versions.items())[:20]}
-    return Introduction(Client(name, labelled, unlabelled), validation, agreed, plain)
+    patients = read_patients(words, labelled + unlabelled + validation, validation)
+    return Introduction(Client(name, labelled, unlabelled), validation, agreed, plain, patients)
+
+
+def read_patients(words: Mapping[str, Any], images: int, validation: int) -> dict[str, int]:
+    """Reads the numbers of a site's patients, and of those in validation; none if it does not know them.
+
+    Coarse counts may be off by a factor of √2 each way.
+    """
+    if PATIENTS[0] not in words:
+        return {}
+    found = {key: count_of(words.get(key), key) for key in PATIENTS}
+    for key, most in zip(PATIENTS, (images, validation), strict=True):
+        if found[key] > 2 * most:
+            raise RefusedError(f"it has {found[key]:,} {key} in {most:,} images")
+    return found
 
 
 def recounted(said: Introduction, words: Any, coarse_counts: bool) -> Introduction:

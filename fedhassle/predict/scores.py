@@ -42,17 +42,27 @@ class Scores(NamedTuple):
     reliability: Reliability
 
 
-def score(classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray) -> Scores:
-    """Computes all metrics from predicted classes (N,), probabilities (N, M) and labels y (N,), N ≥ 1."""
+def score(
+    classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray, patients: np.ndarray | None = None
+) -> Scores:
+    """Computes all metrics from predicted classes (N,), probabilities (N, M) and labels y (N,), N ≥ 1.
+
+    With the patient of each image (N,), intervals allow for images of one patient being alike.
+    """
     matrix = confusion(classes, y, probabilities.shape[1])
     right, total = int(matrix.trace()), int(matrix.sum())
     confidence = np.take_along_axis(probabilities, classes[:, None], axis=1)[:, 0]
     bins = reliability(confidence, classes == y)
+    effective, by_class = None, None
+    if patients is not None:
+        effective = effective_images(classes == y, patients)
+        members = [y == k for k in range(len(matrix))]
+        by_class = [effective_images((classes == y)[own], patients[own]) for own in members]
     return Scores(
         accuracy=right / total,
-        accuracy_interval=wilson(right, total),
+        accuracy_interval=wilson(right, total, effective),
         balanced=float(np.nanmean(recall(matrix))),
-        balanced_interval=balanced_interval(matrix),
+        balanced_interval=balanced_interval(matrix, by_class),
         auroc=macro_auroc(probabilities, y),
         recall=recall(matrix),
         precision=recall(matrix.T),  # the share of correct ones among those predicted as a class
@@ -62,13 +72,38 @@ def score(classes: np.ndarray, probabilities: np.ndarray, y: np.ndarray) -> Scor
     )
 
 
-def wilson(right: int, total: int) -> Interval:
-    """Returns Wilson's score interval of a share: inside [0, 1], and honest at 0 and 1 and for few images."""
-    share, spare = right / total, Z95**2 / total
+def wilson(right: int, total: int, effective: float | None = None) -> Interval:
+    """Returns Wilson's score interval of a share: inside [0, 1], and honest at 0 and 1 and for few images.
+
+    `effective`: the number of independent images that tell as much, if they are not all independent.
+    """
+    n = total if effective is None else effective
+    share, spare = right / total, Z95**2 / n
     centre = share + spare / 2
-    half = Z95 * math.sqrt(share * (1 - share) / total + spare / (4 * total))
+    half = Z95 * math.sqrt(share * (1 - share) / n + spare / (4 * n))
     low, high = (centre - half) / (1 + spare), (centre + half) / (1 + spare)
     return Interval(low if right else 0.0, high if right < total else 1.0)  # exact, but for rounding
+
+
+def effective_images(right: np.ndarray, patients: np.ndarray) -> float:
+    """Returns how many independent images tell as much about the accuracy as these of several patients.
+
+    With r_g right of n_g images of patient g, p = Σr_g/N has the variance G/(G − 1) · Σ(r_g − p·n_g)²/N²
+    (linearised ratio of sums over G clusters, Cochran 1977); independent images would have p(1 − p)/n. Where
+    all images are right or wrong, patients count by Kish's N²/Σn_g².
+    """
+    if not len(right):
+        return 0.0
+    _, group = np.unique(patients, return_inverse=True)
+    sizes, hits = np.bincount(group), np.bincount(group, right.astype(np.float64))
+    total, share, groups = len(right), float(right.mean()), len(sizes)
+    if groups == 1:
+        return 1.0
+    if share in (0.0, 1.0):
+        return float(total**2 / np.square(sizes).sum())
+    variance = groups / (groups - 1) * float(np.square(hits - share * sizes).sum()) / total**2
+    found = share * (1 - share) / variance if variance else math.inf
+    return min(float(total), max(1.0, found))
 
 
 def confusion(classes: np.ndarray, y: np.ndarray, m: int) -> np.ndarray:
@@ -89,15 +124,20 @@ def ratio(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
     return shares
 
 
-def balanced_interval(matrix: np.ndarray) -> Interval:
+def balanced_interval(matrix: np.ndarray, effective: Sequence[float] | None = None) -> Interval:
     """Returns the interval of the mean recall, from Wilson's of each class by square and add.
 
     With recalls p_k in [l_k, u_k], the K classes that occur being independent samples, the mean p lies
     in p − √Σ(p_k − l_k)²/K … p + √Σ(u_k − p_k)²/K (MOVER: Zou and Donner 2008, after Newcombe 1998).
-    Unlike the bootstrap it has a width where every image of a class is right.
+    Unlike the bootstrap it has a width where every image of a class is right. `effective`: of each class, the
+    number of independent images that tell as much.
     """
-    rows = [(int(row[k]), int(row.sum())) for k, row in enumerate(matrix) if row.sum()]
-    shares = [right / total for right, total in rows]
+    rows = [
+        (int(row[k]), int(row.sum()), None if effective is None else effective[k])
+        for k, row in enumerate(matrix)
+        if row.sum()
+    ]
+    shares = [right / total for right, total, _ in rows]
     limits = [wilson(*row) for row in rows]
     mean = math.fsum(shares) / len(rows)
     below = math.hypot(*(p - limit.low for p, limit in zip(shares, limits, strict=True))) / len(rows)

@@ -80,4 +80,10 @@ def client_counts(run: Run, sites: Mapping[str, Mapping[str, int]] | None) -> di
         images = [(site["labelled"], site["unlabelled"]) for site in sites.values() if site["rounds"]]
     kinds: list[str] = [kind_of(*pair) for pair in images]
     totals = {"labelled_images": sum(a for a, _ in images), "unlabelled_images": sum(b for _, b in images)}
-    return {kind: kinds.count(kind) for kind in KINDS} | totals
+    return {kind: kinds.count(kind) for kind in KINDS} | totals | patient_counts(sites or {})
+
+
+def patient_counts(sites: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """The number of patients of the sites that contributed and know them; nothing if none does."""
+    known = [site["patients"] for site in sites.values() if site["rounds"] and "patients" in site]
+    return {"patients": sum(known), "sites_with_patients": len(known)} if known else {}

@@ -135,12 +135,20 @@ def tested_on(summary: Mapping[str, Any]) -> str:
         holdout = summary["settings"]["data"].get("holdout")
         kind = f"{holdout:.0%} of the training images" if holdout else "the test images"
         return f"{kind} of {cell(summary['data'])}"
-    sites, coordinator = "the validation images of the sites", "the test images of the coordinator"
+    sites, coordinator = validation_images(summary), "the test images of the coordinator"
     shown = summary["history"][-LAST:]
     fallbacks = sum(TEST_FALLBACK in metrics for metrics in shown)
     if fallbacks in (0, len(shown)):
         return coordinator if fallbacks else sites
     return f"{sites} (at {fallbacks} of {len(shown)} evaluations no site could evaluate: on {coordinator})"
+
+
+def validation_images(summary: Mapping[str, Any]) -> str:
+    """The validation images of a federation's sites, and the number of patients that they show."""
+    known = [site[key] for site in summary["sites"].values() if (key := "validation_patients") in site]
+    people = f", of {counted(sum(known), 'patient')}" if known else ""
+    of_some = f" at {len(known)} of them" if 0 < len(known) < len(summary["sites"]) else ""
+    return f"the validation images of the sites{people}{of_some}"
 
 
 def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, str]:
@@ -151,7 +159,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
     return {
         "classes": some_of(about["class_names"], MOST_NAMES),
         "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}; normalised with mean "
-        f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1",
+        f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1{deep_images(about)}",
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
         "sites": sites(about["sites"]) + idle_sites(summary),
@@ -181,7 +189,16 @@ def sites(counts: Mapping[str, int]) -> str:
     """The number of sites and of their images."""
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     samples = f"{counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
-    return f"{sum(counts[kind] for kind in KINDS)} ({kinds}); {samples}"
+    people = f", of {counts['patients']:,} patients" if "patients" in counts else ""
+    known, everyone = counts.get("sites_with_patients", 0), sum(counts[kind] for kind in KINDS)
+    of_some = f" at the {known} sites that know them" if people and known < everyone else ""
+    return f"{everyone} ({kinds}); {samples}{people}{of_some}"
+
+
+def deep_images(about: Mapping[str, Any]) -> str:
+    """The rule for grey images of more than 8 bits, if one is agreed."""
+    rule = about.get("intensities")
+    return f"; grey of more than 8 bits by {rule!r}" if rule else ""
 
 
 def idle_sites(summary: Mapping[str, Any]) -> str:

@@ -265,3 +265,24 @@ def test_many_classes_and_odd_names_are_drawn(tmp_path, rng):
 def test_a_process_prints_nothing_to_standard_error(finished, images):
     done = small.process("evaluate", finished[0], images)
     assert done.returncode == 0 and done.stderr == b""
+
+
+def test_intervals_are_by_patient_if_these_are_known(finished, data, tmp_path):
+    """Ten copies of four images: forty images of four patients have the intervals of four images."""
+    x, y = data
+    names = [f"p{k % 4}_{k}.png" for k in range(40)]
+    saved(tmp_path / "in", [x[k % 4] for k in range(40)], names)
+    rows = [f"{name},{y[k % 4]}" for k, name in enumerate(names)]
+    (tmp_path / "in" / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    plain, _ = figures(tmp_path, finished[0], tmp_path / "in")
+    words = (finished[0], tmp_path / "in", "--patients", "name {patient}_*")
+    found, _ = figures(tmp_path, *words)
+    assert (found["images"], found["patients"]) == (40, 4) and "patients" not in plain
+    for mode, made in found["predictions"].items():
+        assert made["accuracy"] == plain["predictions"][mode]["accuracy"]
+        (low, high), (lower, upper) = made["accuracy_95"], plain["predictions"][mode]["accuracy_95"]
+        assert high - low > 2 * (upper - lower)
+    out = " ".join(call("evaluate", *words)[1].split())
+    assert "40 images of 4 patients" in out and "95 % interval by patient" in out
+    code, _, err = call("evaluate", finished[0], "fmnist-mini", "--patients", "column")
+    assert code == 2 and "--patients is for a folder of images" in err

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import federations
 import numpy as np
+import pytest
 from PIL import Image
 
 from fedhassle.federation.agreement import write_agreement
-from fedhassle.federation.messages import Payload
+from fedhassle.federation.messages import Payload, RefusedError, introduction
 from fedhassle.federation.site.node import SECRET, site_node
 
 
@@ -56,3 +57,12 @@ def test_a_site_without_an_agreement_on_patients_draws_by_pixels_and_counts_none
 def test_numbers_of_patients_are_coarse_if_agreed(tmp_path):
     told = site_node(site(tmp_path, coarse_counts=True)).introduce(Payload({})).words
     assert (told["patients"], told["validation_patients"]) == (32, 4)
+
+
+def test_the_server_reads_numbers_of_patients_and_refuses_impossible_ones(tmp_path):
+    told = site_node(site(tmp_path)).introduce(Payload({})).words
+    assert introduction(told).patients == {"patients": 29, "validation_patients": 3}
+    assert introduction({key: told[key] for key in told if "patients" not in key}).patients == {}
+    for change in ({"patients": 10**9}, {"validation_patients": 19}, {"patients": -1}, {"patients": "29"}):
+        with pytest.raises(RefusedError, match="patients"):
+            introduction(told | change)

@@ -13,6 +13,7 @@ from fedhassle.predict.scores import (
     balanced_interval,
     calibration_error,
     confusion,
+    effective_images,
     macro_auroc,
     recall,
     reliability,
@@ -189,3 +190,47 @@ def test_json_has_all_metrics_and_no_nan(rng):
     assert (plain["reliability"][0]["from"], plain["reliability"][14]["to"]) == (0, 1)
     alone = as_json(score(np.zeros(4, int), np.ones((4, 1)), np.zeros(4, int)), ["a"])
     assert alone["auroc"] is None and alone["accuracy"] == 1
+
+
+# Patients
+
+
+def test_the_effective_images_by_hand():
+    """Three patients with 2, 1 and 3 images, of which 2, 0 and 2 are right: p = 4/6.
+
+    The sums r − p·n are 2/3, −2/3 and 0: the variance is 3/2 · 8/9 / 36 = 1/27, and p(1 − p) = 2/9.
+    """
+    right = np.array([True, True, False, True, True, False])
+    assert effective_images(right, np.array([5, 5, 9, 7, 7, 7])) == pytest.approx(6)
+    pairs = np.array([True, True, False, False, True, True])  # 2·2/3, 2·(−4/3), 2·2/3: 3/2 · 8/3 / 36 = 1/9
+    assert effective_images(pairs, np.array([1, 1, 2, 2, 3, 3])) == pytest.approx(2)
+
+
+def test_the_effective_images_where_all_is_right_or_one_patient_is_all():
+    """Kish: 6²/(4² + 1 + 1) = 2; images of different patients count each."""
+    assert effective_images(np.ones(6, bool), np.array([1, 1, 1, 1, 2, 3])) == pytest.approx(2)
+    assert effective_images(np.zeros(6, bool), np.arange(6)) == 6
+    assert effective_images(np.array([True, False]), np.array([4, 4])) == 1
+    assert effective_images(np.zeros(0, bool), np.zeros(0)) == 0
+
+
+def test_intervals_by_patient_cover_the_truth_where_wilsons_do_not():
+    """40 patients with 10 images each, all right or all wrong: 400 images tell no more than 40."""
+    rng, covered, narrow = np.random.default_rng(0), 0, 0
+    for _ in range(400):
+        right = np.repeat(rng.random(40) < 0.8, 10)
+        patients = np.repeat(np.arange(40), 10)
+        classes, y = (~right).astype(np.int64), np.zeros(400, np.int64)
+        probabilities = np.eye(2)[classes]
+        low, high = score(classes, probabilities, y, patients).accuracy_interval
+        covered += low <= 0.8 <= high
+        low, high = score(classes, probabilities, y).accuracy_interval
+        narrow += low <= 0.8 <= high
+    assert covered > 0.92 * 400 and narrow < 0.6 * 400
+
+
+def test_with_a_patient_for_each_image_the_intervals_are_about_wilsons(rng):
+    y, classes = rng.integers(0, 3, 300), rng.integers(0, 3, 300)
+    made, plain = (score(classes, softmaxed(rng, 300, 3), y, who) for who in (np.arange(300), None))
+    assert made.accuracy_interval == pytest.approx(plain.accuracy_interval, abs=1e-3)
+    assert made.balanced_interval == pytest.approx(plain.balanced_interval, abs=1e-3)

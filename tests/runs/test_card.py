@@ -173,3 +173,17 @@ def test_runs_with_a_split_file_and_with_pooled_data_have_cards(without_residual
     found = facts((tmp_path / "run" / "model.md").read_text("utf-8"))
     assert found["split"].startswith("from a file; sha256")
     assert found["sites"].startswith("6 (1 full")
+
+
+def test_the_card_counts_patients_and_names_the_rule_for_deep_images(made):
+    summary, about = made
+    sites = took_part(north=4, south=4)
+    for name, patients in (("north", 29), ("south", 8)):
+        sites["sites"][name] |= {"patients": patients, "validation_patients": patients // 8}
+    counts = about["sites"] | {"patients": 37, "sites_with_patients": 2}
+    card = model_card(summary | sites, about | {"sites": counts, "intensities": "12 bits"})
+    assert "On the validation images of the sites, of 4 patients, which took no part" in card
+    assert facts(card)["sites"].endswith(", of 37 patients at the 2 sites that know them")
+    assert facts(card)["images"].endswith("; grey of more than 8 bits by '12 bits'")
+    del sites["sites"]["north"]["validation_patients"]
+    assert "the sites, of 1 patient at 1 of them, which" in model_card(summary | sites, about)

@@ -113,6 +113,13 @@ def has_column(label_file: Path | None) -> bool:
     return label_file is not None and any(row.patient is not None for row in read_labels(label_file))
 
 
+def told_apart(patients: Patients) -> Patients:
+    """Returns the patients with one of their own for each image whose patient is unknown."""
+    _, numbers = np.unique(patients, return_inverse=True)
+    own = len(patients) + np.arange(len(patients))
+    return np.where(patients == UNKNOWN, own, numbers).astype(np.uint64)
+
+
 def count_patients(patients: Patients) -> int:
     """Returns the number of known patients."""
     return len(np.unique(patients[patients != UNKNOWN]))

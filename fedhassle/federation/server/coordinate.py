@@ -35,7 +35,7 @@ from fedhassle.federation.build import (
 )
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
-from fedhassle.federation.messages import Introduction, to_json
+from fedhassle.federation.messages import PATIENTS, Introduction, to_json
 from fedhassle.federation.server.audit import COUNTED, SERVER_ENDED, Audit
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
@@ -179,6 +179,7 @@ def participation(audit: Audit) -> dict[str, Any]:
         name: {
             "labelled": joined[name]["labelled"],
             "unlabelled": joined[name]["unlabelled"],
+            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
             "rounds": sum(name in names for names in by_round),
         }
         for name in sorted(joined)

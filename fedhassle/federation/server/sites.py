@@ -145,7 +145,7 @@ class Sites:
         log.info(
             "%s has joined: %d labelled, %d unlabelled, %d for validation", client.name, *said.counts.values()
         )
-        self.audit.write("joined", site=client.name, **said.counts, versions=said.versions)
+        self.audit.write("joined", site=client.name, **said.counts, **said.patients, versions=said.versions)
 
     def _count_labels(self) -> None:
         """Takes over the counts of sites with new labels; those that cannot be are logged, and do not count.
@@ -167,7 +167,7 @@ class Sites:
             log.info(
                 "%s has new labels: %d labelled, %d unlabelled, %d for validation", name, *counts.values()
             )
-            self.audit.write("relabelled", site=name, **counts)
+            self.audit.write("relabelled", site=name, **counts, **new.patients)
         self._announced = {}
 
     def _check(self, node: ConnectedNode, said: Introduction) -> None:
