@@ -189,6 +189,7 @@ class Rules:
     )
     clip_above: NotNegative = 10.0  # times the usual change: a larger one is clipped; 0: none is
     refuse_above: NotNegative = 100.0  # times the usual change: a larger one is refused; 0: none is
+    worst_drop: Annotated[Number, Field(gt=0, le=1)] = 0.3  # of accuracy: a larger one undoes rounds
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Evaluation(NamedTuple):
 
     accuracy: dict[str, float]
     more: Metrics = {}  # noqa: RUF012 - never written to
+    undo: bool = False  # the rounds since the last evaluation do not count; this is its result
 
 
 class Step(NamedTuple):

@@ -160,11 +160,13 @@ def train_rounds(
 ) -> Iterator[Step]:
     """Trains the rounds after a checkpoint, with metrics and new checkpoints; yields after every round.
 
-    If an evaluation returns None, as when no site can evaluate, there is no line of metrics.
+    If an evaluation returns None, as when no site can evaluate, there is no line of metrics. If it says that
+    the rounds since the last one are undone, the next round starts from the state of that one.
     """
     history, tally = start.history, Tally(method)
     clock = time.perf_counter()
-    for done in federate(method, federation, plan, start.state, start.t + 1):
+    state, rounds = start.state, federate(method, federation, plan, start.state, start.t + 1)
+    while (done := next(rounds, None)) is not None:
         tally.add(done)
         metrics = None
         if done.t % evaluate_every == 0 or done.t == plan.rounds:
@@ -177,7 +179,11 @@ def train_rounds(
                 history = [*history, metrics]
                 with folder.metrics.open("a", encoding="utf-8") as file:
                     file.write(metrics_line(metrics))
-            made = Checkpoint(done.t, done.state, history, start.settings, federation.kept())
+            if found is not None and found.undo:
+                rounds = federate(method, federation, plan, state, done.t + 1)
+            else:
+                state = done.state
+            made = Checkpoint(done.t, state, history, start.settings, federation.kept())
             save_checkpoint(folder.checkpoints, made)
             federation.prune(list(round_files(folder.checkpoints)))
         merged = {reply.update.client.name for reply in done.replies}

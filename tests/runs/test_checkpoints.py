@@ -14,7 +14,7 @@ from small import assert_same_result, call, checkpoints, cut, metrics_of, tensor
 from fedhassle.engine import tensor_files
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import UserError
-from fedhassle.federation.server.coordinate import best_so_far
+from fedhassle.federation.server.evaluator import best_so_far
 from fedhassle.runs import train
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.folder import Folder, claim

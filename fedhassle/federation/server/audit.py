@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 from fedhassle.federation.audit_log import AuditLog, Event
+from fedhassle.federation.messages import PATIENTS
 
 SERVER_ENDED = "the server's process has ended"  # why a run has stopped
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
@@ -28,8 +32,13 @@ class Audit(AuditLog):
         """The event of each round, as it was trained last."""
         merged: dict[int, Event] = {}
         for event in self.read():
-            if event["event"] in ("begun", "resumed"):  # later rounds were repeated
-                merged = {n: known for n, known in merged.items() if n <= event["round"]}
+            if event["event"] in (
+                "begun",
+                "resumed",
+                "undone",
+            ):  # later rounds do not count
+                last = event["to"] if event["event"] == "undone" else event["round"]
+                merged = {n: known for n, known in merged.items() if n <= last}
             if event["event"] == "round":
                 merged[event["round"]] = event
         return merged
@@ -46,7 +55,37 @@ class Audit(AuditLog):
                 found.setdefault(name, []).append(changes)
         return found
 
+    def taken_in(self, t: int) -> int:
+        """The round whose state a run has after round t: an earlier one if the rounds since were undone."""
+        undone: list[Event] = []
+        for event in self.read():
+            if event["event"] in ("begun", "resumed"):
+                undone = [one for one in undone if one["round"] <= event["round"]]
+            if event["event"] == "undone":
+                undone.append(event)
+        for event in reversed(undone):
+            t = event["to"] if event["to"] < t <= event["round"] else t
+        return t
+
     def contributions(self, t: int) -> dict[str, int]:
         """The last round up to t in which each site's update was merged."""
         merged = self.contributors()
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
+
+
+def participation(audit: Audit) -> dict[str, Any]:
+    """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
+    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
+    by_round = list(audit.contributors().values())
+    sites = {
+        name: {
+            "labelled": joined[name]["labelled"],
+            "unlabelled": joined[name]["unlabelled"],
+            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
+            "rounds": sum(name in names for names in by_round),
+        }
+        for name in sorted(joined)
+    }
+    counts = [len(names) for names in by_round] or [0]
+    per_round = {"least": min(counts), "most": max(counts), "mean": statistics.fmean(counts)}
+    return {"sites": sites, "sites_per_round": per_round}

@@ -1,9 +1,10 @@
-"""Bounds on what one site can do to a round: its change is clipped or refused, its weight is capped."""
+"""Bounds on what one site can do: its change is clipped or refused, its weight capped, a bad round undone."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +12,20 @@ from torch import Tensor
 from fedhassle.engine.client import samples_by_name
 from fedhassle.federation.agreement import Rules
 from fedhassle.method import Method, Update
+from fedhassle.predict.scores import wilson
 from fedhassle.robust import capped, change_norm, clipped, lower_median
 from fedhassle.vectors import Arrays
 
 STATISTICS = " statistics"  # behind the name of a model: its BatchNorm statistics, which have their own scale
 RECENT = 10  # rounds of a site whose largest change counts
+USUAL = 5  # evaluations whose median is a site's usual accuracy
 
 Changes = dict[str, float]
 """The norm of a site's change of each model, as the server merges it."""
+
+
+SiteScores = Mapping[str, Mapping[str, Any]]
+"""By site, its entry in a line of metrics: `accuracy` by prediction, and `count`."""
 
 
 class Bounded(NamedTuple):
@@ -145,3 +152,19 @@ def with_capped_weights(method: Method, updates: Sequence[Update], share: float,
         samples = samples_by_name(method.phases(client, t), client)
         made.append(update._replace(client=client, samples=samples))
     return made
+
+
+def drop(now: SiteScores, before: Sequence[SiteScores], headline: str) -> float:
+    """How much worse a model is than usual: the median over sites; below 0 if it is not, or nobody can tell.
+
+    A site's usual accuracy is the median of its last evaluations. Its accuracy now counts as the upper end of
+    its 95 % interval, so that a few images cannot tell much. Half of the sites or more must see the drop.
+    """
+    found = []
+    for name, scores in now.items():
+        known = [line[name]["accuracy"][headline] for line in before if name in line][-USUAL:]
+        count = scores["count"]
+        if known:
+            best = wilson(round(scores["accuracy"][headline] * count), count).high
+            found.append(statistics.median(known) - best)
+    return lower_median(found) if found else -1.0

@@ -5,25 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import statistics
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import tomli_w
-import torch
 
 from fedhassle.data.site.folder import read_site
 from fedhassle.data.split.split import Split
-from fedhassle.data.views import make_views
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.evaluate import Accuracy, accuracy
-from fedhassle.engine.tensor_files import read_arrays, write_arrays
-from fedhassle.errors import DamagedError, require
+from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.build import (
     agreed_method,
@@ -35,23 +29,21 @@ from fedhassle.federation.build import (
 )
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
-from fedhassle.federation.messages import PATIENTS, Introduction, to_json
-from fedhassle.federation.server.audit import COUNTED, SERVER_ENDED, Audit
+from fedhassle.federation.messages import Introduction, to_json
+from fedhassle.federation.server.audit import SERVER_ENDED, Audit, participation
+from fedhassle.federation.server.evaluator import Evaluator, Images, best_so_far
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.files import locked, write_text
-from fedhassle.runs.about import about_model
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.record import TEST_FALLBACK, Evaluation, Step, by_class
+from fedhassle.runs.record import Step
 from fedhassle.runs.run import Run
 from fedhassle.runs.trackers import require_installed
 from fedhassle.runs.train import log_to_file, resumed, train_in_federation
-from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
 INTRODUCTIONS = 30.0  # seconds at the start to wait for nodes that are online but not introduced yet
-Images = tuple[np.ndarray, np.ndarray]
 
 
 def coordinate(
@@ -82,7 +74,7 @@ def coordinate(
             write_agreed(run)
             terms, memory = mask_terms(agreement, run.settings), ClientState(folder.memory)
             federation = FlowerFederation(sites, plan(uid, run), memory, terms, run.privacy)
-            evaluator = Evaluator(run, federation, images)
+            evaluator = Evaluator(run, federation, images, start)
             require_evaluation(there, images)
             hashes = summary_hashes(agreement, run)
             for step in train_in_federation(
@@ -171,24 +163,6 @@ def summary_hashes(agreement: Agreement, run: Run) -> dict[str, Any]:
     }
 
 
-def participation(audit: Audit) -> dict[str, Any]:
-    """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
-    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
-    by_round = list(audit.contributors().values())
-    sites = {
-        name: {
-            "labelled": joined[name]["labelled"],
-            "unlabelled": joined[name]["unlabelled"],
-            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
-            "rounds": sum(name in names for names in by_round),
-        }
-        for name in sorted(joined)
-    }
-    counts = [len(names) for names in by_round] or [0]
-    per_round = {"least": min(counts), "most": max(counts), "mean": statistics.fmean(counts)}
-    return {"sites": sites, "sites_per_round": per_round}
-
-
 def outcome(audit: Audit, folder: Folder) -> dict[str, Any]:
     """The entries of a federation's summary: its sites, and its best round if sites have validated."""
     best = best_so_far(folder)
@@ -202,63 +176,3 @@ def require_evaluation(there: dict[str, Introduction], test: Images | None) -> N
         "the model cannot be evaluated: no site keeps images for validation, and the server has no test set; "
         "set validation under [data] in federation.toml, or give labelled images with --test",
     )
-
-
-class BestRound(NamedTuple):
-    """The round with the best accuracy on the sites' validation images."""
-
-    round: int
-    accuracy: dict[str, float]  # by prediction
-
-
-class Evaluator:
-    """Evaluates the state of a run, and keeps the model of the best round."""
-
-    def __init__(self, run: Run, federation: FlowerFederation, test: Images | None) -> None:
-        self.run, self.federation, self.test = run, federation, test
-        best = best_so_far(run.folder)
-        self.best = -1.0 if best is None else best.accuracy[run.method.headline]
-
-    def __call__(self, state: Arrays, t: int) -> Evaluation | None:
-        """Accuracy on the sites' validation images and, if the server has test images, on these and by class.
-
-        If no site can evaluate, the test images stand in, and the metrics say so. They never choose the best
-        round, or they would no longer be a test.
-        """
-        found = self.federation.evaluate(self.run.method, state, t)
-        if found is not None:
-            self._keep_best(state, t, found.accuracy)
-        if self.test is None:
-            return found
-        tested = self._tested(state)
-        found = Evaluation(tested.overall, {TEST_FALLBACK: True}) if found is None else found
-        classes = by_class(self.run.dataset.class_names, tested.by_class)
-        return Evaluation(found.accuracy, {**found.more, "test": tested.overall, **classes})
-
-    def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
-        """Writes the model if its validation accuracy is the best so far."""
-        run, score = self.run, validation[self.run.method.headline]
-        if score > self.best:
-            self.best = score
-            sites = participation(self.federation.audit)["sites"]
-            words = about_model(run, sites) | {"round": t, "validation": validation}
-            write_arrays(run.folder.best, run.method.model(state), words)
-
-    def _tested(self, state: Arrays) -> Accuracy:
-        assert self.test is not None
-        data = self.run.dataset
-        views = make_views(data.mean, data.std, False, 0, torch.device("cpu"))
-        x, y = (torch.from_numpy(array) for array in self.test)
-        return accuracy(self.run.method, state, x, y, views)
-
-
-def best_so_far(folder: Folder) -> BestRound | None:
-    """The round of the model that a run keeps as its best; None if there is none, or its file is damaged."""
-    if not folder.best.exists():
-        return None
-    try:
-        _, words = read_arrays(folder.best)
-        accuracy = {name: float(share) for name, share in words["validation"].items()}
-        return BestRound(words["round"], accuracy) if words["headline"] in accuracy else None
-    except (DamagedError, KeyError, TypeError, AttributeError):
-        return None

@@ -209,7 +209,7 @@ class FlowerFederation:
 
     def rewind(self, t: int) -> None:
         """Goes back to round t; sites forget what they kept later, with their next message."""
-        self.memory.rewind(t)
+        self.memory.rewind(self.audit.taken_in(t))
         self.audit.write("resumed" if t else "begun", round=t)
         self._merged, self._changes = self.audit.contributions(t), self.audit.changes(t)
         self._checkpoints = [t]
