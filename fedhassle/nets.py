@@ -1,9 +1,8 @@
-"""The paper's networks, and any `nn.Module` seen as a function f(x; w) of one flat vector."""
+"""Networks by name, and any `nn.Module` seen as a function f(x; w) of one flat vector."""
 
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedhassle.architectures import LeNet, ResNet8, ResNet18, Shape, WideResNet28
+from fedhassle.dropout import SeededDropout
 from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
@@ -29,144 +30,9 @@ ALIGNED = 8
 # `SMALL` pixels go in smaller passes, since their feature maps take more memory.
 IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
 SMALL = 32 * 32
-Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
-class LeNet(nn.Module):
-    """LeNet-5 with ReLU and max-pooling (the paper's network for Fashion-MNIST)."""
-
-    clip = 1.0  # without BatchNorm, its weights diverge at lr 0.1 if the gradient is clipped at 5
-
-    def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
-        super().__init__()
-        channels, height, across = shape
-        if min(height, across) < 12:
-            raise UserError(
-                f"lenet needs images of at least 12×12 pixels, got {height}×{across}: set net=resnet8"
-            )
-        c1, c2, d1, d2 = (math.ceil(width * n) for n in (6, 16, 120, 84))
-        self.conv1 = Stem(channels, c1, 5, padding=2)
-        self.conv2 = nn.Conv2d(c1, c2, 5)
-        self.hidden1 = nn.Linear(c2 * ((height // 2 - 4) // 2) * ((across // 2 - 4) // 2), d1)
-        self.hidden2 = nn.Linear(d1, d2)
-        self.output = nn.Linear(d2, classes)
-        # He initialisation: with PyTorch's default, logits hardly depend on the image at first, and training
-        # on clients with two or three classes kills the units and stays at chance (docs/paper.md).
-        for layer in self.children():
-            if isinstance(layer, nn.Conv2d | nn.Linear):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                assert layer.bias is not None
-                nn.init.zeros_(layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits."""
-        x = F.relu(max_pool(self.conv1(x)))  # same as pooling after the ReLU, with a quarter of its work
-        x = F.relu(max_pool(self.conv2(x)))
-        x = F.relu(self.hidden1(x.flatten(1)))
-        z: Tensor = self.output(F.relu(self.hidden2(x)))  # (B, M)
-        return z
-
-
-def max_pool(x: Tensor) -> Tensor:
-    """Max-pooling over 2×2 squares."""
-    if x.requires_grad and not torch.are_deterministic_algorithms_enabled():
-        return F.max_pool2d(x, 2)
-    # Slices take a tenth of the time on a CPU for LeNet's few channels, if no gradient is needed. They are
-    # also deterministic, while CUDA sums the gradients of `max_pool2d` in any order.
-    x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
-    x = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
-    return torch.maximum(x[..., ::2], x[..., 1::2])
-
-
-class Stem(nn.Conv2d):
-    """A convolution of an image's few channels; in bfloat16 padded to multiples of eight for matrix units."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the same features as its parent class, up to rounding."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
-        return self.product(x) if self.out_channels % 8 == 0 else self.padded(x)
-
-    def padded(self, x: Tensor) -> Tensor:
-        """Pads the channels with zeros to a multiple of eight."""
-        more = (0, 0, 0, 0, 0, -x.shape[1] % 8)
-        z: Tensor = self._conv_forward(F.pad(x, more), F.pad(self.weight, more), self.bias)
-        return z
-
-    def product(self, x: Tensor) -> Tensor:
-        """One product with the patches under the kernel, which is faster for many planes."""
-        (height, width), (top, left) = self.kernel_size, map(int, self.padding)
-        x = F.pad(x.to(self.weight.dtype), (left, left, top, top))
-        under = x.unfold(2, height, self.stride[0]).unfold(3, width, self.stride[1])
-        under = under.permute(0, 2, 3, 4, 5, 1)  # (B, H, W, h, w, C)
-        kernels = self.weight.permute(0, 2, 3, 1).flatten(1)  # (planes, h·w·C)
-        more = (0, -kernels.shape[1] % 8)
-        z = F.linear(F.pad(under.flatten(3), more), F.pad(kernels, more), self.bias)  # (B, H, W, planes)
-        return z.permute(0, 3, 1, 2)
-
-
-class Shortcut(nn.Conv2d):
-    """A 1×1 convolution of every n-th pixel: pixels are selected first, and the rest is a matrix product.
-
-    Same result as with a stride, in 0.4 times the time on a CPU.
-    """
-
-    def __init__(self, inputs: int, planes: int, stride: int) -> None:
-        super().__init__(inputs, planes, 1, bias=False)
-        self.every = stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the features of every n-th pixel."""
-        taken = x[:, :, :: self.every, :: self.every]
-        return super().forward(
-            taken.contiguous(memory_format=torch.channels_last)
-        )  # one copy for forward and backward
-
-
-class BasicBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution where the shape changes."""
-
-    def __init__(self, inputs: int, planes: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, planes, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(planes)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != planes:
-            self.shortcut = nn.Sequential(Shortcut(inputs, planes, stride), nn.BatchNorm2d(planes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's features."""
-        h = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
-
-
-class ResNet8(nn.Module):
-    """ResNet-8 with 64, 128 and 256 planes (the paper's network for CIFAR)."""
-
-    clip = 5.0
-
-    def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
-        super().__init__()
-        p1, p2, p3 = (math.ceil(width * n) for n in (64, 128, 256))
-        self.conv = Stem(shape[0], p1, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(p1)
-        self.blocks = nn.Sequential(BasicBlock(p1, p1, 1), BasicBlock(p1, p2, 2), BasicBlock(p2, p3, 2))
-        self.output = nn.Linear(p3, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
-                nn.init.normal_(module.weight, 0.0, math.sqrt(2 / fan_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits."""
-        h = self.blocks(F.relu(self.norm(self.conv(x))))
-        z: Tensor = self.output(h.mean((2, 3)))  # (B, M)
-        return z
-
-
-# Held while using PyTorch's global random state, from which modules draw their weights and dropout its masks.
+# Held while using PyTorch's global random state, from which modules draw their weights and some layers noise.
 drawing = threading.RLock()
 
 
@@ -227,7 +93,12 @@ class CaptureLock:
 
 CAPTURE_LOCK = CaptureLock()
 
-NETS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "resnet8": ResNet8}
+NETS: dict[str, Callable[..., nn.Module]] = {
+    "lenet": LeNet,
+    "resnet8": ResNet8,
+    "resnet18": ResNet18,
+    "wrn-28-2": WideResNet28,
+}
 
 
 def images_a_pass(images: Tensor) -> int:
@@ -271,6 +142,13 @@ class Piece(NamedTuple):
         """The slice that `view` turns back into `tensor`."""
         entries = (tensor.permute(0, 2, 3, 1) if len(self.shape) == 4 else tensor).reshape(-1)
         return F.pad(entries, (0, self.room - self.size))
+
+
+class Randomness(NamedTuple):
+    """Where a module takes its random numbers from in training."""
+
+    seeded: bool  # it has dropout, whose masks come from the seed of a step
+    globally: bool  # another layer draws from PyTorch's global random state, which all threads share
 
 
 class Net:
@@ -356,12 +234,14 @@ class Net:
         return module
 
     @cached_property
-    def draws(self) -> bool:
-        """True if the module itself draws random numbers in training, as dropout does."""
+    def randomness(self) -> Randomness:
+        """Where the module takes random numbers from in training, found by a forward pass."""
+        seeded = SeededDropout(torch.zeros((), dtype=torch.int32))
         with drawing, torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
-            copy.deepcopy(self._module).train()(torch.zeros(2, *self.shape))
-            return not torch.equal(torch.get_rng_state(), before)
+            with seeded:
+                copy.deepcopy(self._module).train()(torch.zeros(2, *self.shape))
+            return Randomness(seeded.draws > 0, not torch.equal(torch.get_rng_state(), before))
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
         """Buffers other than statistics, copied to a device once."""

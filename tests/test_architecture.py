@@ -12,7 +12,8 @@ PACKAGE = Path(fedhassle.__file__).parent
 STOREYS = [  # from the ground up; a module imports what lies below it, or beside it on its storey
     {"blocks", "errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
     {"data"},
-    {"optimiser", "vectors", "robust", "nets", "losses", "method", "averaging", "privacy"},
+    {"vectors", "robust", "architectures", "dropout", "nets", "losses", "optimiser", "method"}
+    | {"averaging", "privacy"},
     {"methods", "engine"},
     {"settings"},
     {"runs"},

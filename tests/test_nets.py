@@ -11,27 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedhassle import nets
+from fedhassle.architectures import (
+    LeNet,
+    PreactivatedBlock,
+    ResNet8,
+    ResNet18,
+    Shortcut,
+    WideResNet28,
+    max_pool,
+)
 from fedhassle.engine.client import train
 from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import UserError
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle.nets import (
-    NETS,
-    CaptureLock,
-    LeNet,
-    Net,
-    ResNet8,
-    Shortcut,
-    check_image,
-    images_a_pass,
-    max_pool,
-)
+from fedhassle.nets import NETS, CaptureLock, Net, check_image, images_a_pass
 
 BUILDS = pytest.mark.parametrize(
     ("build", "channels"),
-    [(LeNet, 1), (ResNet8, 3), (small.ConvNet, 3), (small.NoisyNet, 1)],
-    ids=["lenet", "resnet8", "own", "own with an integer"],
+    [(LeNet, 1), (ResNet8, 3), (WideResNet28, 3), (small.ConvNet, 3), (small.NoisyNet, 1)],
+    ids=["lenet", "resnet8", "wrn-28-2", "own", "own with an integer"],
 )
 
 
@@ -86,6 +85,39 @@ def test_resnet8_by_hand():
     assert net.n_weights == net.n_kernels + 2 * channels
     assert net.n_statistics == 2 * channels
     assert net.initial(0).shape == (net.n_weights + net.n_statistics,)
+
+
+def test_resnet18_and_wrn_28_2_are_as_published():
+    """ResNet-18 for CIFAR-10 has 11,173,962 weights (11.2 M), WRN-28-2 has 1,467,610 (1.5 M in its paper)."""
+    for name, full, quarter in (("resnet18", 11_173_962, 701_466), ("wrn-28-2", 1_467_610, 92_734)):
+        net = Net(NETS[name], (3, 32, 32), 10)
+        assert (net.n_parameters, net.scaled(1 / 4).n_parameters) == (full, quarter)
+        assert net.clip == 5.0
+    layers = [m for m in ResNet18((3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len([m for m in layers if not isinstance(m, Shortcut)]) == 18
+    layers = [m for m in WideResNet28((3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len([m for m in layers if not isinstance(m, Shortcut)]) == 26  # its paper counts two shortcuts too
+
+
+@pytest.mark.parametrize(("build", "sides"), [(ResNet18, [32, 16, 8, 4]), (WideResNet28, [32, 16, 8])])
+def test_stages_halve_the_image(build, sides):
+    network, seen = build((3, 32, 32), 10, 1 / 16).eval(), []
+    for block in network.blocks:
+        block.register_forward_hook(lambda module, given, made: seen.append(made.shape[-1]))
+    network(torch.zeros(1, 3, 32, 32))
+    assert seen == [side for side in sides for _ in range(len(network.blocks) // len(sides))]
+
+
+def test_a_preactivated_block_adds_what_it_was_given():
+    """With zero kernels it is its shortcut: x itself, or 1×1 of ReLU(BatchNorm(x)) where shapes change."""
+    x = drawn(2, 4, 6, 6)
+    same, other = PreactivatedBlock(4, 4, 1).eval(), PreactivatedBlock(4, 8, 2).eval()
+    for block in (same, other):
+        nn.init.zeros_(block.conv2.weight)
+    assert torch.equal(same(x), x)
+    active = F.relu(x / math.sqrt(1 + 1e-5))
+    expected = F.conv2d(active, other.shortcut.weight, stride=2)
+    torch.testing.assert_close(other(x), expected)
 
 
 def test_the_width_of_lenet_rounds_up():
@@ -309,9 +341,9 @@ def test_a_network_that_does_not_fit_the_images_is_a_user_error():
 
 
 def test_the_clip_of_networks():
-    """Ruling 9: 1 for LeNet, 5 for ResNet-8 and for a network without a value."""
+    """Ruling 9: 1 for LeNet, 5 for residual networks and for a network without a value."""
     clips = [Net(build, (1, 12, 12), 4, 0.25).clip for build in (*NETS.values(), small.ConvNet)]
-    assert clips == [1.0, 5.0, 5.0]
+    assert clips == [1.0, 5.0, 5.0, 5.0, 5.0]
 
 
 # Pooling

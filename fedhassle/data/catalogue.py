@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedhassle.data import download, npz
+from fedhassle.data import download, npz, published
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site.sites import Size, read_sites
 from fedhassle.errors import UserError, require
@@ -73,6 +73,8 @@ class CatalogueEntry:
     crop: int
     sources: tuple[download.Source, ...]  # empty: the images ship with the package
     read: download.Reader
+    # Labels of each class, training and test; default: equally many. Further training images have none.
+    labels: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def classes(self) -> int:
@@ -112,8 +114,8 @@ _FMNIST = CatalogueEntry(
     std=(1.0,),
     flip=True,
     crop=0,
-    sources=download.FMNIST_SOURCES,
-    read=download.read_idx,
+    sources=published.FMNIST_SOURCES,
+    read=published.read_idx,
 )
 _FMNIST_MINI = replace(
     _FMNIST,
@@ -133,24 +135,61 @@ _CIFAR10 = CatalogueEntry(
     std=(0.2471, 0.2435, 0.2616),
     flip=True,
     crop=4,
-    sources=download.CIFAR10_SOURCES,
-    read=download.read_cifar10,
+    sources=published.CIFAR10_SOURCES,
+    read=published.read_cifar10,
 )
 _CIFAR100 = replace(  # with CIFAR-10's mean and std
     _CIFAR10,
     name="cifar100",
     description="CIFAR-100: small colour photographs, fine labels",
     class_names=tuple(_CIFAR100_NAMES.split()),
-    sources=download.CIFAR100_SOURCES,
-    read=download.read_cifar100,
+    sources=published.CIFAR100_SOURCES,
+    read=published.read_cifar100,
 )
 
-CATALOGUE = {entry.name: entry for entry in (_FMNIST_MINI, _FMNIST, _CIFAR10, _CIFAR100)}
+_SVHN = CatalogueEntry(
+    name="svhn",
+    description="Street View House Numbers: cropped digits in colour",
+    images=(73_257, 26_032),
+    shape=(3, 32, 32),
+    class_names=tuple("0123456789"),
+    net="resnet8",
+    mean=(0.4377, 0.4438, 0.4728),
+    std=(0.1980, 0.2010, 0.1970),
+    flip=False,  # a digit is not its mirror image
+    crop=4,
+    sources=published.SVHN_SOURCES,
+    read=published.read_svhn,
+    labels=(
+        (4_948, 13_861, 10_585, 8_497, 7_458, 6_882, 5_727, 5_595, 5_045, 4_659),
+        (1_744, 5_099, 4_149, 2_882, 2_523, 2_384, 1_977, 2_019, 1_660, 1_595),
+    ),
+)
+_STL10 = CatalogueEntry(
+    name="stl10",
+    description="STL-10: colour photographs; 100,000 of the training images have no label",
+    images=(105_000, 8_000),
+    shape=(3, 96, 96),
+    class_names=("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"),
+    net="resnet8",
+    mean=(0.4467, 0.4398, 0.4066),
+    std=(0.2603, 0.2566, 0.2713),
+    flip=True,
+    crop=12,
+    sources=published.STL10_SOURCES,
+    read=published.read_stl10,
+    labels=((500,) * 10, (800,) * 10),
+)
+
+CATALOGUE = {entry.name: entry for entry in (_FMNIST_MINI, _FMNIST, _CIFAR10, _CIFAR100, _SVHN, _STL10)}
 
 
 def without_pixels(entry: CatalogueEntry) -> Dataset:
-    """Returns a named set without pixels, for splitting alone: equally many labels of each class."""
-    train, test = (np.repeat(np.arange(entry.classes), images // entry.classes) for images in entry.images)
+    """Returns a named set without pixels, for splitting alone."""
+    equal = [(images // entry.classes,) * entry.classes for images in entry.images]
+    train, test = (np.repeat(np.arange(entry.classes), counts) for counts in entry.labels or equal)
+    if entry.labels is not None:
+        train = np.append(train, np.full(entry.images[0] - train.size, -1))
     x_train, x_test = (np.empty((y.size, 0, 0, entry.shape[0]), np.uint8) for y in (train, test))
     return entry.with_images(x_train, train, x_test, test)
 

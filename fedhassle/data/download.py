@@ -1,17 +1,13 @@
 """Downloads the published files of a data set and stores their images as one .npz file."""
 
-import gzip
 import hashlib
 import http.client
 import logging
-import math
 import sys
-import tarfile
 import tempfile
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,15 +30,16 @@ CHUNK = 1 << 18  # bytes
 LOGGER = logging.getLogger("fedhassle")
 
 Bytes = NDArray[np.uint8]
+Signed = NDArray[np.int8]
 
 
 class RawData(NamedTuple):
     """Arrays of an .npz file, as read from the published files."""
 
     x_train: Bytes  # (N, H, W, C)
-    y_train: Bytes  # (N,)
+    y_train: Bytes | Signed  # (N,), −1 = no label
     x_test: Bytes
-    y_test: Bytes
+    y_test: Bytes | Signed
 
 
 # Reads the published files, in the order of their sources, into arrays.
@@ -57,31 +54,6 @@ class Source:
     urls: tuple[str, ...]  # tried in this order
     md5: str
     length: int  # bytes
-
-
-def _source(folders: tuple[str, ...], name: str, md5: str, length: int) -> Source:
-    """Returns a file that several web folders offer."""
-    return Source(name, tuple(folder + name for folder in folders), md5, length)
-
-
-_FASHION = (
-    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-)
-FMNIST_SOURCES = (
-    _source(_FASHION, "train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
-    _source(_FASHION, "train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
-    _source(_FASHION, "t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
-    _source(_FASHION, "t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
-)
-# The first redirects to the second at present.
-_TORONTO = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
-CIFAR10_SOURCES = (
-    _source(_TORONTO, "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
-)
-CIFAR100_SOURCES = (
-    _source(_TORONTO, "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),
-)
 
 
 class _FailedError(Exception):
@@ -221,69 +193,3 @@ def _progress_bar(source: Source, url: str, progress: bool) -> Iterator[Callable
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(source.name, total=source.length)
         yield lambda count: bar.advance(task, count)
-
-
-def read_idx(paths: Sequence[Path]) -> RawData:
-    """Reads MNIST's four files: training images and labels, test images and labels."""
-    x_train, y_train, x_test, y_test = (_idx(path) for path in paths)
-    return RawData(x_train[..., None], y_train, x_test[..., None], y_test)
-
-
-def _idx(path: Path) -> Bytes:
-    """Reads a gzipped idx file: two zeros, type 8 (uint8), number of dimensions, dimensions, values."""
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"{path}: not a complete gzip file ({error}); delete it to download it again"
-        ) from error
-    header = 4 + 4 * content[3] if len(content) >= 4 else 4
-    if content[:3] != b"\0\0\x08" or len(content) < header:
-        raise UserError(f"{path}: starts with {content[:4].hex()}; expected an idx file of uint8 (000008…)")
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", content[3], 4))
-    values = np.frombuffer(content, np.uint8, offset=header)
-    if values.size != math.prod(shape):
-        raise UserError(f"{path}: has {values.size} values; expected {shape} by its header")
-    return values.reshape(shape)
-
-
-def read_cifar10(paths: Sequence[Path]) -> RawData:
-    """Reads CIFAR-10's binary archive."""
-    train = [f"cifar-10-batches-bin/data_batch_{batch}.bin" for batch in range(1, 6)]
-    return _cifar(paths[0], train, "cifar-10-batches-bin/test_batch.bin", label_bytes=1)
-
-
-def read_cifar100(paths: Sequence[Path]) -> RawData:
-    """Reads CIFAR-100's binary archive, whose records start with the coarse and the fine label."""
-    return _cifar(paths[0], ["cifar-100-binary/train.bin"], "cifar-100-binary/test.bin", label_bytes=2)
-
-
-def _cifar(path: Path, train: Sequence[str], test: str, label_bytes: int) -> RawData:
-    """Reads a CIFAR archive in memory; the last label byte of a record counts, then come planes R, G, B."""
-    try:
-        with tarfile.open(path, "r:gz") as archive:
-            train_records = np.concatenate([_records(archive, name, label_bytes) for name in train])
-            test_records = _records(archive, test, label_bytes)
-    except (OSError, EOFError, KeyError, zlib.error, tarfile.TarError) as error:
-        raise UserError(
-            f"{path}: not a complete CIFAR archive ({error}); delete it to download it again"
-        ) from error
-    return RawData(
-        *_images_and_labels(train_records, label_bytes), *_images_and_labels(test_records, label_bytes)
-    )
-
-
-def _records(archive: tarfile.TarFile, name: str, label_bytes: int) -> Bytes:
-    """Reads one member as rows of labels and pixels."""
-    member = archive.extractfile(name)
-    values = np.frombuffer(b"" if member is None else member.read(), np.uint8)
-    size = label_bytes + 3 * 32 * 32
-    if values.size == 0 or values.size % size:
-        raise tarfile.ReadError(f"{name} has {values.size} bytes; expected a multiple of {size}")
-    return values.reshape(-1, size)
-
-
-def _images_and_labels(records: Bytes, label_bytes: int) -> tuple[Bytes, Bytes]:
-    """Returns the images and labels of records."""
-    planes = records[:, label_bytes:].reshape(-1, 3, 32, 32)  # (N, C, H, W)
-    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, label_bytes - 1].copy()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.data.views import UNIFORMS, Views
+from fedhassle.dropout import dropout_from
 from fedhassle.engine.descent import State, descend, fresh_state
 from fedhassle.errors import require
 from fedhassle.method import (
@@ -76,8 +77,13 @@ class Job(NamedTuple):
 
     @property
     def draws_globally(self) -> bool:
-        """True if a network draws from the global random state itself, as dropout does."""
-        return any(net.draws for net in self.networks.values())
+        """True if a network draws from the global random state itself."""
+        return any(net.randomness.globally for net in self.networks.values())
+
+    @property
+    def seeded(self) -> bool:
+        """True if a network has dropout, which needs a seed for each step."""
+        return any(net.randomness.seeded for net in self.networks.values())
 
 
 class Visit(NamedTuple):
@@ -107,6 +113,7 @@ class Schedule(NamedTuple):
 
     feeds: tuple[Feed, ...]  # one per stream
     draws: tuple[Tensor, ...]  # (steps, …): the draws of the phase, if any
+    seeds: tuple[Tensor, ...]  # (steps,) int32: of dropout, if a network has any
 
     @property
     def steps(self) -> int:
@@ -121,7 +128,8 @@ class Schedule(NamedTuple):
     def between(self, first: int, last: int) -> Schedule:
         """The part for steps `first` to `last`, exclusive."""
         feeds = tuple(feed.between(first, last) for feed in self.feeds)
-        return Schedule(feeds, tuple(draw[first:last] for draw in self.draws))
+        draws, seeds = (tuple(part[first:last] for part in parts) for parts in (self.draws, self.seeds))
+        return Schedule(feeds, draws, seeds)
 
 
 class Buffers(NamedTuple):
@@ -207,7 +215,7 @@ def samples_by_name(phases: tuple[Phase, ...], client: Client) -> dict[str, int]
 
 @contextmanager
 def own_randomness(job: Job) -> Iterator[None]:
-    """Seeds the global random state, which dropout draws from, by the job's key; restores it afterwards."""
+    """Seeds the global random state, if a network draws from it, by the job's key; restores it afterwards."""
     if not job.draws_globally:
         yield
         return
@@ -275,9 +283,17 @@ def draw(job: Job) -> Schedule:
     device = job.site.samples.images.device
     feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
     if phase.draw is None:
-        return Schedule(feeds, ())
+        return Schedule(feeds, (), seeds(job))
     draws = np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)])
-    return Schedule(feeds, (to_device(draws, device),))
+    return Schedule(feeds, (to_device(draws, device),), seeds(job))
+
+
+def seeds(job: Job) -> tuple[Tensor, ...]:
+    """Draws the seed of dropout in each step, if a network has any."""
+    if not job.seeded:
+        return ()
+    drawn = generator(*job.key, "dropout").integers(0, 2**32, job.steps, np.uint32).view(np.int32)
+    return (to_device(drawn, job.site.samples.images.device),)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -325,7 +341,8 @@ def advance(job: Job, buffers: Buffers, schedule: Schedule) -> None:
     for i in range(schedule.steps):
         now = [batch.at(i) for batch in batches]
         draws, truths = [draw[i] for draw in schedule.draws], [truth[i] for truth in schedule.truths]
-        step(job, buffers, received, now, draws, truths)
+        with dropout_from([seed[i] for seed in schedule.seeds]):
+            step(job, buffers, received, now, draws, truths)
 
 
 def batches_of(job: Job, buffers: Buffers, received: Models, schedule: Schedule) -> tuple[Batch, ...]:

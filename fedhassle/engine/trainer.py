@@ -58,8 +58,8 @@ class Trainer:
         def work(task: Task) -> Trained:
             return train(method, self.site(task), task.message, task.memory(), t, self.seed)
 
-        # A network with dropout draws from one global random state, so no other client may train meanwhile.
-        alone = any(net.draws for net in method.networks().values())
+        # The global random state has one user at a time, so no other client may train meanwhile.
+        alone = any(net.randomness.globally for net in method.networks().values())
         longest_first = sorted(tasks, key=lambda task: -steps(method, task.client, t))
         return side_by_side(work, longest_first, 1 if alone else self.threads)
 

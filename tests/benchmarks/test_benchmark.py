@@ -52,6 +52,7 @@ from benchmarks.report import (
     steady,
 )
 from benchmarks.workers import balance
+from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.client import advance, batches_of, draw, prepare, visit
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.rounds import Plan
@@ -59,7 +60,6 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
 from fedhassle.method import Client, as_models
 from fedhassle.methods import METHODS, FedAvg, Hassle
-from fedhassle.nets import LeNet, ResNet8
 
 ROOT = Path(fedhassle.__file__).parents[1]
 

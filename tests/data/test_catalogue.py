@@ -59,7 +59,7 @@ def test_script_draws_balanced_rows_and_writes_the_same_bytes_twice(tmp_path: Pa
 
 
 def test_catalogue_has_the_settings_of_the_paper() -> None:
-    assert list(CATALOGUE) == ["fmnist-mini", "fmnist", "cifar10", "cifar100"]
+    assert list(CATALOGUE) == ["fmnist-mini", "fmnist", "cifar10", "cifar100", "svhn", "stl10"]
     for name in ("cifar10", "cifar100"):
         entry = CATALOGUE[name]
         assert (entry.mean, entry.std) == ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
@@ -67,6 +67,19 @@ def test_catalogue_has_the_settings_of_the_paper() -> None:
     assert (CATALOGUE["cifar10"].classes, CATALOGUE["cifar100"].classes) == (10, 100)
     names = CATALOGUE["cifar100"].class_names
     assert (len(set(names)), list(names)) == (100, sorted(names))  # the authors' order is the alphabet's
+
+
+def test_sets_without_pixels_have_the_labels_of_the_published_ones() -> None:
+    svhn, stl10 = (catalogue.without_pixels(CATALOGUE[name]) for name in ("svhn", "stl10"))
+    assert (len(svhn.y_train), len(svhn.y_test)) == CATALOGUE["svhn"].images
+    assert np.bincount(svhn.y_train)[:3].tolist() == [4_948, 13_861, 10_585]
+    assert np.bincount(stl10.y_train + 1).tolist() == [100_000, *[500] * 10]
+    assert np.bincount(stl10.y_test).tolist() == [800] * 10
+    for name in ("fmnist", "cifar100"):
+        entry = CATALOGUE[name]
+        made = catalogue.without_pixels(entry)
+        assert (len(made.y_train), len(made.y_test)) == entry.images
+        assert set(np.bincount(made.y_train)) == {entry.images[0] // entry.classes}
 
 
 def test_folder_is_argument_then_variable_then_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedhassle.data import catalogue, download
+from fedhassle.data import catalogue, download, published
 from fedhassle.data.download import Source
 from fedhassle.errors import UserError
 
@@ -160,7 +160,7 @@ def test_wrong_checksum_names_file_and_address(server: Server, tmp_path: Path) -
     sources, _ = fashion(server)
     sources[1] = replace(sources[1], md5="0" * 32)
     with pytest.raises(UserError, match=r"train-labels-idx1-ubyte\.gz") as caught:
-        download.fetch("fmnist", sources, download.read_idx, tmp_path)
+        download.fetch("fmnist", sources, published.read_idx, tmp_path)
     assert f"{server.address}/{FILES[1]}: wrong checksum" in str(caught.value)
     assert server.requests.count(f"/{FILES[1]}") == 1  # the same bytes would come again
     assert left(tmp_path) == []
@@ -173,11 +173,11 @@ def test_cut_connection_is_tried_again_a_few_times(server: Server, tmp_path: Pat
     cut = (200, whole[: len(whole) // 2], len(whole))
     server.answers[f"/{FILES[1]}"] = [cut] * cuts + [(200, whole, len(whole))]
     if cuts < download.ATTEMPTS:
-        assert download.fetch("fmnist", sources, download.read_idx, tmp_path) == tmp_path / "fmnist.npz"
+        assert download.fetch("fmnist", sources, published.read_idx, tmp_path) == tmp_path / "fmnist.npz"
         assert left(tmp_path) == ["fmnist.npz"]
     else:
         with pytest.raises(UserError, match=f"{FILES[1]}"):
-            download.fetch("fmnist", sources, download.read_idx, tmp_path)
+            download.fetch("fmnist", sources, published.read_idx, tmp_path)
         assert left(tmp_path) == []
     assert server.requests.count(f"/{FILES[1]}") == min(cuts + 1, 3)
 
@@ -186,14 +186,14 @@ def test_answer_beyond_the_published_length_is_refused(server: Server, tmp_path:
     sources, _ = fashion(server)
     sources[0] = replace(sources[0], length=100)
     with pytest.raises(UserError, match="longer than the published 100 bytes"):
-        download.fetch("fmnist", sources, download.read_idx, tmp_path)
+        download.fetch("fmnist", sources, published.read_idx, tmp_path)
     assert left(tmp_path) == []
 
 
 def test_mirror_takes_over(server: Server, tmp_path: Path) -> None:
     sources, _ = fashion(server)
     mirrored = [replace(s, urls=(f"{server.address}/gone/{s.name}", *s.urls)) for s in sources]
-    download.fetch("fmnist", mirrored, download.read_idx, tmp_path)
+    download.fetch("fmnist", mirrored, published.read_idx, tmp_path)
     assert server.requests[:2] == [f"/gone/{FILES[0]}", f"/{FILES[0]}"]  # 404 is not tried again
 
 
@@ -218,17 +218,17 @@ def test_original_files_in_the_folder_are_used_and_kept(server: Server, tmp_path
     sources, arrays = fashion(server)
     for name, array in zip(FILES[:3], arrays[:3], strict=True):
         (tmp_path / name).write_bytes(idx(array))
-    download.fetch("fmnist", sources, download.read_idx, tmp_path)
+    download.fetch("fmnist", sources, published.read_idx, tmp_path)
     assert server.requests == [f"/{FILES[3]}"]
     assert left(tmp_path) == sorted(["fmnist.npz", *FILES[:3]])
     (tmp_path / "fmnist.npz").unlink()
     (tmp_path / FILES[0]).write_bytes(b"something else")
     with pytest.raises(UserError, match=rf"{FILES[0]}: md5 is .* published is {sources[0].md5}"):
-        download.fetch("fmnist", sources, download.read_idx, tmp_path)
+        download.fetch("fmnist", sources, published.read_idx, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "place", ["data.download._idx", "data.download._md5", "data.download._save", "files.os.fsync"]
+    "place", ["data.published._idx", "data.download._md5", "data.download._save", "files.os.fsync"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_interruption_leaves_nothing(
@@ -244,14 +244,14 @@ def test_interruption_leaves_nothing(
     sources, _ = fashion(server)
     monkeypatch.setattr(f"fedhassle.{place}", interrupt)
     with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else UserError):
-        download.fetch("fmnist", sources, download.read_idx, tmp_path)
+        download.fetch("fmnist", sources, published.read_idx, tmp_path)
     assert left(tmp_path) == []
 
 
 def test_folder_that_cannot_be_created_is_a_user_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--data-dir"):
-        download.fetch("fmnist", fashion(server)[0], download.read_idx, tmp_path / "file" / "folder")
+        download.fetch("fmnist", fashion(server)[0], published.read_idx, tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def test_folder_that_cannot_be_created_is_a_user_error(server: Server, tmp_path:
 def test_malformed_idx_is_a_user_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.gz"):
-        download.read_idx([tmp_path / "x.gz"] * 4)
+        published.read_idx([tmp_path / "x.gz"] * 4)
 
 
 @pytest.mark.parametrize("members", [{}, {"cifar-100-binary/train.bin": bytes(3075)}])
 def test_malformed_cifar_is_a_user_error(tmp_path: Path, members: dict[str, bytes]) -> None:
     (tmp_path / "c.tar.gz").write_bytes(tar(members))
     with pytest.raises(UserError, match=r"c\.tar\.gz"):
-        download.read_cifar100([tmp_path / "c.tar.gz"])
+        published.read_cifar100([tmp_path / "c.tar.gz"])
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -289,7 +289,7 @@ def test_a_terminal_gets_a_bar_and_a_log_one_line_a_file(
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     with caplog.at_level(logging.INFO, logger="fedhassle"):
-        download.fetch("fmnist", fashion(server)[0], download.read_idx, tmp_path)
+        download.fetch("fmnist", fashion(server)[0], published.read_idx, tmp_path)
     logged = [name for name in FILES for record in caplog.records if name in record.getMessage()]
     assert logged == ([] if terminal else list(FILES))
     assert (FILES[0] in stream.getvalue()) == terminal

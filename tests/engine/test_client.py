@@ -12,10 +12,11 @@ from by_hand import order_of_epochs
 from small import QUICK, hassle, trained
 from torch import nn
 
+from fedhassle.architectures import LeNet
 from fedhassle.engine.client import label, train
 from fedhassle.method import Stream
 from fedhassle.methods import FedAvg, Hassle
-from fedhassle.nets import IMAGES_A_PASS, LeNet
+from fedhassle.nets import IMAGES_A_PASS
 from fedhassle.randomness import generator
 
 # One client of FedAvg is a plain module and an optimiser of torch.optim
@@ -39,7 +40,8 @@ OPTIMISERS = [  # PyTorch's, our settings, and PyTorch's
         *((LeNet, 0.1, n, SGD) for n in (20, 16, 5, 1)),
         *((small.ConvNet, clip, n, SGD) for clip in (0.0, 0.3) for n in (20, 16, 5, 1)),
         *((LeNet, 0.1, 20, optimiser) for optimiser in OPTIMISERS),
-        *((small.ConvNet, 0.0, 20, optimiser) for optimiser in OPTIMISERS),
+        # BatchNorm cancels a bias before it: AdamW would make steps of the rounding errors of its gradient.
+        *((small.Normed, 0.0, 20, optimiser) for optimiser in OPTIMISERS),
     ],
 )
 def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n, optimiser):

@@ -6,12 +6,12 @@ import pytest
 import small
 import torch
 
+from fedhassle.architectures import LeNet
 from fedhassle.engine.cores import on_cores, side_by_side
 from fedhassle.engine.evaluate import accuracy
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS
-from fedhassle.nets import LeNet, ResNet8
 from fedhassle.runs.run import start
 from fedhassle.runs.train import train_run
 from fedhassle.settings.request import request
@@ -88,13 +88,16 @@ def test_the_number_of_workers_changes_no_bit(name):
 
 
 def test_networks_that_draw_are_detected():
-    drawing = {build: small.net(build).draws for build in (LeNet, ResNet8, small.ConvNet, small.NoisyNet)}
-    assert drawing == {LeNet: False, ResNet8: False, small.ConvNet: False, small.NoisyNet: True}
+    none, seeded, globally = (False, False), (True, False), (False, True)
+    expected = {LeNet: none, small.ConvNet: none, small.NoisyNet: seeded, small.Jittery: globally}
+    for build, randomness in expected.items():
+        assert small.net(build).randomness == randomness
 
 
-def test_a_network_that_draws_gives_the_same_with_many_workers(global_randomness):
+@pytest.mark.parametrize("build", [small.NoisyNet, small.Dropping, small.Jittery])
+def test_a_network_that_draws_gives_the_same_with_many_workers(build, global_randomness):
     data = small.dataset()
-    method = METHODS["fedavg"](net=small.net(small.NoisyNet), batch=8, epochs=2)
+    method = METHODS["fedavg"](net=small.net(build), batch=8, epochs=2)
     states = []
     for workers in (1, 4):
         simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)

@@ -1,7 +1,7 @@
 """Training on a GPU; run with `pytest -m gpu`."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from on_devices import CLOSE, CUDA, DATA, SAME, made, on, relative, second_round
 
 import fedhassle
+from fedhassle.architectures import LeNet, ResNet8, ResNet18, WideResNet28
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client import train, visit
 from fedhassle.engine.device import Engine
@@ -17,7 +18,6 @@ from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS, FedAvg
-from fedhassle.nets import LeNet, ResNet8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +59,82 @@ def test_a_captured_step_is_the_eager_one(name, build):
 def test_a_compiled_step_is_the_eager_one(name, build, caplog):
     check_one_step(name, build, Engine(CUDA, "fp32", lanes=2, compile=True))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# Dropout, other optimisers, larger networks
+
+DROPOUT = [("fedavg", small.Dropping), ("hassle", small.Dropping), ("fedmatch", small.Dropping)]
+
+
+@pytest.mark.parametrize(("name", "build"), DROPOUT)
+def test_a_step_with_dropout_has_the_masks_of_the_cpu(name, build):
+    test_a_step_on_the_gpu_is_that_of_the_cpu(name, build)
+
+
+@pytest.mark.parametrize(("name", "build"), DROPOUT)
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_a_step_with_dropout_is_captured_and_is_the_eager_one(name, build, compiled, caplog):
+    """No warning: it runs neither eagerly nor one client after the other."""
+    check_one_step(name, build, Engine(CUDA, "fp32", lanes=2, compile=compiled))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_replayed_steps_with_dropout_have_a_mask_each(compiled, caplog):
+    """23 steps: two stretches and three single steps, on clients that share two lanes."""
+    method = made("fedavg", small.Dropping, steps=23, lr=0.001)
+    engine = Engine(CUDA, "fp32", lanes=2, compile=compiled)
+    sites = [on(CUDA), on(CUDA, range(30), (), "ben"), on(CUDA, range(10, 40), (), "cleo")]
+    pool, message = Lanes(engine), begun(method)
+    with engine.active():
+        for t in (1, 2):
+            visits = [visit(method, site, message, None, t, 0) for site in sites]
+            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
+                expected, _ = train(method, site, message, None, t, 0)
+                assert relative(found.arrays["w"], expected.arrays["w"]) < 1e-3
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+OPTIMISERS = [
+    {"optimiser": "adamw", "weight_decay": 0.1, "lr": 0.01},
+    {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", OPTIMISERS, ids=["adamw", "nesterov"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_every_optimiser_is_captured_and_its_rate_is_a_tensor(settings, compiled, caplog):
+    """Three rounds of a warm-up with one recording: the rates differ, the graph does not."""
+    method = replace(made("fedavg", small.Normed, steps=13), lr_warmup=3, **settings)
+    engine, site = Engine(CUDA, "fp32", lanes=1, compile=compiled), on(CUDA)
+    pool, message, results = Lanes(engine), begun(method), []
+    with engine.active():
+        for t in (1, 2, 3):
+            ((found, _),) = pool.train([visit(method, site, message, None, t, 0)])
+            expected, _ = train(method, site, message, None, t, 0)
+            assert relative(found.arrays["w"], expected.arrays["w"]) < 1e-4
+            results.append((found.arrays["w"] - message["w"]).norm().item())
+    assert results == sorted(results) and len(pool.seconds) == 1
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("build", [ResNet18, WideResNet28])
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_larger_networks_train_on_lanes(build, compiled, caplog):
+    """HASSLE in fp32, with residual models of a quarter of the width."""
+    check_one_step("hassle", build, Engine(CUDA, "fp32", lanes=2, compile=compiled))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("net", ["resnet18", "wrn-28-2"])
+def test_larger_networks_train_in_bfloat16(net, tmp_path):
+    x, y = np.random.default_rng(0).integers(0, 256, (600, 32, 32, 3), np.uint8), np.arange(600) % 4
+    np.savez(tmp_path / "images.npz", x_train=x, y_train=y, x_test=x[:100], y_test=y[:100])
+    settings = QUICK | {"data": str(tmp_path / "images.npz"), "net": net, "rounds": 2, "method.epochs": 1}
+    settings |= {"split.clients": 4, "split.labels": {"full": 1, "partial": 1, "unlabelled": 2, "share": 0.3}}
+    result = fedhassle.run("paper", settings | {"clients_per_round": 4}, out=tmp_path / "run", quiet=True)
+    assert result.summary["settings"]["precision"] == "bf16"
+    assert all(torch.isfinite(v).all() for v in arrays(result).values())
 
 
 def check_one_step(name, build, engine):

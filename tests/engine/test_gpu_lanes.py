@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
+from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.client import Job, Visit, visit
 from fedhassle.engine.gpu import recording
 from fedhassle.engine.gpu.lanes import chains, connected, joined
@@ -24,7 +25,6 @@ from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy, hard_labels
 from fedhassle.method import Client, Descent, Method, Phase, Stream, Update
 from fedhassle.methods import METHODS, FedAvg
-from fedhassle.nets import LeNet, ResNet8
 from fedhassle.optimiser import SGD
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
@@ -210,12 +210,22 @@ def test_a_federation_on_lanes_is_that_on_cores():
 
 
 def test_a_network_that_draws_by_itself_trains_alone(caplog, global_randomness):
-    """Its masks come from a state that all lanes share; a warning is logged once."""
-    method = FedAvg(small.net(small.NoisyNet), **short("fedavg"))
+    """Its noise comes from a state that all lanes share; a warning is logged once."""
+    method = FedAvg(small.net(small.Jittery), **short("fedavg"))
     with caplog.at_level(logging.WARNING, "fedhassle"):
         assert_lanes_train_as_eagerly(pool(), method, clients(), rounds=3)
     (warning,) = caplog.records
-    assert "draws random numbers by itself" in warning.getMessage()
+    assert "global random state" in warning.getMessage()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dropout_on_lanes_has_the_masks_of_training_alone(name, caplog, global_randomness):
+    """Of every method; lanes record their steps like those of other networks, and no warning is logged."""
+    method = METHODS[name](small.net(small.Dropping), **short(name))
+    lanes = pool()
+    with caplog.at_level(logging.WARNING, "fedhassle"):
+        assert_lanes_train_as_eagerly(lanes, method, clients())
+    assert caplog.records == [] and lanes.seconds
 
 
 def test_nothing_is_logged_if_all_goes_well(caplog):

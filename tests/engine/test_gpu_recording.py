@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhassle.architectures import LeNet, ResNet8, WideResNet28
 from fedhassle.engine.client import advance, draw, prepare, train, visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
@@ -22,7 +23,6 @@ from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identit
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
-from fedhassle.nets import LeNet, ResNet8
 from fedhassle.optimiser import SGD, AdamW
 
 METHODS_AND_SETTINGS = pytest.mark.parametrize(
@@ -50,8 +50,14 @@ BASELINES = pytest.mark.parametrize(
 )
 NETWORKS = pytest.mark.parametrize(
     ("build", "side", "width"),
-    [(LeNet, 12, 0.5), (small.ConvNet, 12, 1.0), (ResNet8, 6, 0.125)],
-    ids=["lenet", "own", "resnet8"],
+    [
+        (LeNet, 12, 0.5),
+        (small.ConvNet, 12, 1.0),
+        (ResNet8, 6, 0.125),
+        (small.Dropping, 12, 1.0),
+        (WideResNet28, 6, 0.125),
+    ],
+    ids=["lenet", "own", "resnet8", "dropout", "wrn-28-2"],
 )
 
 
@@ -466,6 +472,13 @@ def test_a_traced_step_with_memory_draws_and_two_streams_gives_the_eager_bits(tr
         ((update, kept),) = lanes.train([visit(method, here, message, memory, t, 0)])
         expected, memory = train(method, here, message, memory, t, 0)
         assert small.same(update.arrays, expected.arrays) and small.same(kept, memory)
+    assert traced
+
+
+def test_a_traced_step_with_dropout_gives_the_eager_bits(traced):
+    """Each step has a seed of its own, which is an input of the graph and no constant in it."""
+    for name in ("fedavg", "hassle", "fedmatch"):
+        assert_traced_is_eager(made(name, small.Dropping), [site()], rounds=2)
     assert traced
 
 

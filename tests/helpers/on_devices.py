@@ -6,11 +6,11 @@ import numpy as np
 import small
 import torch
 
+from fedhassle.architectures import ResNet8
 from fedhassle.engine.client import Samples, Site, train
 from fedhassle.engine.device import Engine
 from fedhassle.engine.trainer import dataset_views
 from fedhassle.methods import METHODS
-from fedhassle.nets import ResNet8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DATA = small.dataset(channels=3, flip=True, crop=2)

@@ -94,6 +94,34 @@ class NoisyNet(nn.Module):
         return self.output(self.dropout(x.flatten(1)[:, self.order]))
 
 
+class Dropping(nn.Module):
+    """Dropout of channels and of entries, as a layer and as a function, in place, and of whole samples."""
+
+    def __init__(self, shape, classes, width=1.0):
+        super().__init__()
+        planes = max(1, round(8 * width))
+        self.conv = nn.Conv2d(shape[0], planes, 3, stride=2)
+        self.norm = nn.BatchNorm2d(planes)
+        self.channels = nn.Dropout2d(0.2)
+        self.entries = nn.Dropout(0.3, inplace=True)
+        self.hidden = nn.Linear(planes, 16)
+        self.output = nn.Linear(16, classes)
+
+    def forward(self, x):
+        h = self.entries(self.channels(torch.relu(self.norm(self.conv(x))))).mean((2, 3))
+        h = self.entries(h + 1.0)
+        if self.training:  # stochastic depth
+            h = h * torch.empty(len(h), 1, device=h.device).bernoulli_(0.9)
+        return self.output(torch.nn.functional.dropout(torch.relu(self.hidden(h)), 0.1, self.training))
+
+
+class Jittery(Linear):
+    """A linear network that adds Gaussian noise, from the global random state, to its inputs in training."""
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x) if self.training else x)
+
+
 def net(build=ConvNet, channels=1, side=SIDE, classes=CLASSES, width=1.0):
     return Net(build, (channels, side, side), classes, width)
 

@@ -7,11 +7,12 @@ import pytest
 import small
 import torch
 
+from fedhassle.architectures import ResNet8
 from fedhassle.engine.client import train
 from fedhassle.method import Batch, Client, as_models
 from fedhassle.methods import FedAvg, FedProx, Hassle
 from fedhassle.methods.hassle import SUPERVISED, UNSUPERVISED
-from fedhassle.nets import Net, ResNet8
+from fedhassle.nets import Net
 from fedhassle.vectors import size_in_bytes
 
 QUICK = {"batch": 8, "epochs": 1, "lr": 0.05}

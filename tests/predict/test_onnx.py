@@ -13,10 +13,11 @@ from small import call
 from torch import nn
 
 import fedhassle
+from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.data.views import make_views
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
-from fedhassle.nets import LeNet, Net, ResNet8
+from fedhassle.nets import Net
 from fedhassle.predict import onnx as export
 from fedhassle.predict.model import TrainedModel
 from fedhassle.predict.onnx import export_onnx

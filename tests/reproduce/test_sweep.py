@@ -15,7 +15,7 @@ from small import LIMIT, but_seconds, call, checkpoints, kill_when
 
 from fedhassle import provenance
 from fedhassle.cli.reproduce import remaining_work, seconds_of
-from fedhassle.data import download
+from fedhassle.data import download, published
 from fedhassle.errors import UserError
 from fedhassle.files import locked
 from fedhassle.reproduce import sweep as working
@@ -451,7 +451,7 @@ choices = [
     (tmp_path / "tiny.toml").write_text(tiny.read_text() + far)
     code, out = make(tmp_path / "tiny.toml", tmp_path, "--methods", "fedavg")
     assert code == 1 and len(told(out)) == 4
-    assert len(asked) == len(download.FMNIST_SOURCES[0].urls)
+    assert len(asked) == len(published.FMNIST_SOURCES[0].urls)
     assert out.count("cannot be run: ") == 1 and re.findall(r"^tiny (\S+) failed", out, re.MULTILINE) == [
         "0.5-fedavg-far-0"
     ]

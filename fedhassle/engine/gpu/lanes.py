@@ -188,7 +188,9 @@ class Lanes:
 
     def _alone(self, visit: Visit) -> Trained:
         """Trains a client whose network draws from the global random state, which all lanes share."""
-        self.functions.warn_once("clients train one by one: the network draws random numbers by itself")
+        self.functions.warn_once(
+            "clients train one by one: a layer of the network draws from PyTorch's global random state"
+        )
         with CAPTURE_LOCK.eager(), self.engine.lowered():
             return run_jobs(visit)
 

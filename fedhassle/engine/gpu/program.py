@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedhassle.dropout import dropout_from
 from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, prepare, step
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.precompute import Answers, Question, answer, names_read, questions, with_answers
@@ -27,6 +28,7 @@ class StretchInputs(NamedTuple):
     batches: tuple[Batch, ...]
     draws: tuple[Tensor, ...]
     truths: tuple[Tensor, ...]
+    seeds: tuple[Tensor, ...]
     answers: Answers
 
     def at(self, i: int) -> StretchInputs:
@@ -34,8 +36,9 @@ class StretchInputs(NamedTuple):
         batches = tuple(batch.at(i) for batch in self.batches)
         draws = tuple(draw[i] for draw in self.draws)
         truths = tuple(truth[i] for truth in self.truths)
+        seeds = tuple(seed[i] for seed in self.seeds)
         answers = {question: logits[i] for question, logits in self.answers.items()}
-        return StretchInputs(batches, draws, truths, answers)
+        return StretchInputs(batches, draws, truths, seeds, answers)
 
 
 class StretchFunctions(NamedTuple):
@@ -54,10 +57,10 @@ def stretch_functions(job: Job, asked: tuple[Question, ...], engine: Engine) -> 
             received = as_models(buffers.received, job.networks)
             batches = batches_of(job, buffers, received, schedule)
             answers = answer(asked, received, batches)
-            return StretchInputs(batches, schedule.draws, schedule.truths, answers)
+            return StretchInputs(batches, schedule.draws, schedule.truths, schedule.seeds, answers)
 
     def step_once(buffers: Buffers, inputs: StretchInputs) -> None:
-        with engine.lowered():
+        with engine.lowered(), dropout_from(inputs.seeds):
             received = as_models(buffers.received, job.networks)
             answering = with_answers(received, inputs.answers, inputs.batches)
             step(job, buffers, answering, inputs.batches, inputs.draws, inputs.truths)
@@ -109,12 +112,12 @@ class Program:
 
     def names_read(self, job: Job, engine: Engine) -> set[str]:
         """Received names that a step reads."""
-        with engine.lowered():
+        with engine.lowered(), dropout_from([seed[0] for seed in self.schedule.seeds]):
             return names_read(job, self.buffers, self.schedule)
 
     def questions(self, job: Job, engine: Engine) -> tuple[Question, ...]:
         """Calls of frozen models by a step."""
-        with engine.lowered():
+        with engine.lowered(), dropout_from([seed[0] for seed in self.schedule.seeds]):
             received = as_models(self.buffers.received, job.networks)
             batches = batches_of(job, self.buffers, received, self.schedule)
             first = [batch.at(0) for batch in batches]
