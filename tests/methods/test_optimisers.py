@@ -1,10 +1,12 @@
 """The optimiser and the warm-up of the learning rate, as settings of every method."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import small
 import torch
-from federations import federation
+from federations import federation, terms
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from small import assert_same_result, call, cut, made
 
@@ -89,8 +91,9 @@ def test_a_round_of_the_warmup_is_one_with_a_share_of_the_learning_rate(name):
 
 
 def test_over_a_network_and_after_an_interruption_it_is_the_same(eight_rounds, tmp_path):
-    settings = {**ADAMW, "lr": 0.002, "schedule": "cosine", "horizon": 4, "lr_warmup": 1}
-    method, there, _ = federation(tmp_path, "hassle", **settings)
+    settings = {**ADAMW, "lr": 0.002, "schedule": "cosine", "lr_warmup": 1}
+    agreed = replace(terms(), run={"rounds": 4})
+    method, there, _ = federation(tmp_path, "hassle", agreed, **settings)
     *_, last = federate(method, there, Plan(3, 4, 0), method.initial(0))
     assert small.same(last.state, small.simulate(method, 3)[-1].state)
     words = [*eight_rounds, *(f"method.{key}={value}" for key, value in ADAMW.items())]
