@@ -92,7 +92,7 @@ def test_a_round_of_the_warmup_is_one_with_a_share_of_the_learning_rate(name):
 
 def test_over_a_network_and_after_an_interruption_it_is_the_same(eight_rounds, tmp_path):
     settings = {**ADAMW, "lr": 0.002, "schedule": "cosine", "lr_warmup": 1}
-    agreed = replace(terms(), run={"rounds": 4})
+    agreed = replace(terms(), run={**terms().run, "rounds": 4})
     method, there, _ = federation(tmp_path, "hassle", agreed, **settings)
     *_, last = federate(method, there, Plan(3, 4, 0), method.initial(0))
     assert small.same(last.state, small.simulate(method, 3)[-1].state)
