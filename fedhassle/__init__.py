@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fedhassle.api import Result, run, run_several
     from fedhassle.data.catalogue import load as dataset
     from fedhassle.data.split.split import Split
+    from fedhassle.engine.metrics import Predictions
     from fedhassle.errors import UserError
     from fedhassle.method import (
         Batch,
@@ -32,6 +33,7 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font cach
 _HOME = {
     "fedhassle.api": ("Result", "run", "run_several"),
     "fedhassle.data.split.split": ("Split",),
+    "fedhassle.engine.metrics": ("Predictions",),
     "fedhassle.errors": ("UserError",),
     "fedhassle.method": (
         *("Batch", "Client", "Descent", "Labelled", "Method"),
@@ -52,6 +54,7 @@ __all__ = [
     "Model",
     "Models",
     "Phase",
+    "Predictions",
     "Result",
     "Split",
     "Stream",

@@ -12,7 +12,7 @@ from fedhassle.files import remove_stale_lock
 from fedhassle.predict.model import TrainedModel, load
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.live import follow, follow_several
-from fedhassle.runs.record import Metrics, read_summary
+from fedhassle.runs.record import OWN, Metrics, read_summary
 from fedhassle.runs.run import reopen, start, start_several
 from fedhassle.runs.several import train_several
 from fedhassle.runs.train import train_run
@@ -35,6 +35,11 @@ class Result(NamedTuple):
         """By prediction: the last accuracy, the best, and the mean of the last ten evaluations."""
         scores: dict[str, dict[str, float]] = self.summary["accuracy"]
         return scores
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers of your own metrics: the mean of the last ten evaluations; None if it is not known."""
+        return dict(self.summary.get(OWN, {}))
 
     @property
     def model(self) -> TrainedModel:

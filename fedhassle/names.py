@@ -80,16 +80,17 @@ def has_controls(text: str) -> bool:
     return any(map(is_control, text))
 
 
-def find(name: str, known: Mapping[str, Any], what: str) -> Any:
+def find(name: str, known: Mapping[str, Any], what: str, kind: str = "class") -> Any:
     """Returns the value of a known name, or of a user's own: `file.py:Name` or `package.module:Name`."""
     if name in known:
         return known[name]
     if ":" not in name:
+        example = "MyClass" if kind == "class" else f"my_{kind}"
         if name.endswith(".py"):
-            whole = brief(f"{name}:MyClass")
-            raise UserError(f"{what} {brief(name)} is a file: name the class in it too, as in {whole}")
-        own = "your own is my_file.py:MyClass, or the import path my_package.my_module:MyClass"
-        options = f"there are {', '.join(known)}; {own}"
+            whole = brief(f"{name}:{example}")
+            raise UserError(f"{what} {brief(name)} is a file: name the {kind} in it too, as in {whole}")
+        own = f"your own is my_file.py:{example}, or the import path my_package.my_module:{example}"
+        options = f"there are {', '.join(known)}; {own}" if known else own
         raise UserError(f"unknown {what} {brief(name)}{nearest(name, known)} ({options})")
     module, _, attribute = name.rpartition(":")
     try:

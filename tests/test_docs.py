@@ -56,6 +56,32 @@ def test_an_example_method_or_network_trains(page, module, source, tmp_path, mon
     assert result.model.predict(data.x_test).classes.shape == (40,)
 
 
+def test_the_example_metrics_measure_what_they_say(tmp_path, monkeypatch):
+    """The metrics of docs/metrics.md beside those that the library has."""
+    page = PAGES["metrics.md"]
+    (source,) = re.findall(r"^```python\n# my_metrics\.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_metrics.py").write_text(source, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[1:]
+    shorter = ["rounds=2", "method.epochs=1", "clients_per_round=2", "method.residual_steps=1", "threads=1"]
+    assert small.call(*words, *shorter, "--out", "run")[::2] == (0, "")
+    (line,), (score,) = small.metrics_of(tmp_path / "run"), evaluated("run").values()
+    assert line["metrics"]["calibration_error"] == pytest.approx(score["ece"], abs=1e-4)
+    assert line["metrics"]["worst client, EM"] == pytest.approx(line["client_accuracy"]["lowest"], abs=1e-4)
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.toml").write_text(
+        f'title = "x"\n{toml}[[axis]]\nname = "a"\nchoices = [{{ id = "b" }}]', "utf-8"
+    )
+    assert len(cells(read_experiment("mine.toml"))[0].identity.settings_hash) == 16
+
+
+def evaluated(folder):
+    """Returns the scores of EM on the test images, by `fedhassle evaluate`."""
+    assert small.call("evaluate", folder, "fmnist-mini", "--json", "scores.json")[0] == 0
+    return {"EM": small.strict(Path("scores.json").read_text("utf-8"))["predictions"]["EM"]}
+
+
 def test_the_commands_and_the_python_of_the_models_page_run(tmp_path, monkeypatch, capsys):
     """All of docs/models.md in order, after a shorter run; each piece of Python in a namespace of its own."""
     pytest.importorskip("onnxruntime")

@@ -172,7 +172,7 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
     Below the table are the differences to the first group, or to the one named `against`, seed by seed.
     """
     from fedhassle.runs.curves import draw_curves
-    from fedhassle.runs.live import comparison_table, gaps
+    from fedhassle.runs.live import comparison_table, gaps, own_table
     from fedhassle.runs.record import read_summary
     from fedhassle.runs.seeds import grouped
 
@@ -181,6 +181,8 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
     if picture is not None:
         draw_curves(groups, picture)
     console.print(comparison_table(groups))
+    if (own := own_table(groups)) is not None:
+        console.print(own)
     for line in lines:
         say(console, line)
     double = len(paths) - sum(len(group.runs) for group in groups)
@@ -194,12 +196,20 @@ def show_result(path: Path) -> None:
     """Prints the table of a finished run and the paths of its files."""
     from fedhassle.runs.folder import Folder
     from fedhassle.runs.live import final_table
-    from fedhassle.runs.record import on_test_images, read_summary
+    from fedhassle.runs.record import OWN, evaluations_averaged, on_test_images, read_summary
 
     folder, summary = Folder(path), read_summary(path)
     console.print(final_table(summary))
     if (tested := on_test_images(summary)) is not None:
         console.print(final_table(tested, "on the coordinator's test images"))
+    if own := summary.get(OWN):
+        shown = ", ".join(
+            f"{name} {'unknown' if value is None else f'{value:.4g}'}" for name, value in own.items()
+        )
+        say(
+            console,
+            f"metrics  {shown} (mean of the last {counted(evaluations_averaged(summary), 'evaluation')})",
+        )
     best = summary.get("best")
     if best is not None:
         score = f"{summary['headline']} {100 * best['accuracy'][summary['headline']]:.2f} %"

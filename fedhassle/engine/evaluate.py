@@ -1,7 +1,8 @@
-"""Accuracy of each of a method's predictions, and of its headline by class."""
+"""Accuracy and loss of each of a method's predictions, and the accuracy of its headline by class."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,35 +12,49 @@ from torch import Tensor
 from fedhassle.data.views import Views
 from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import require
-from fedhassle.losses import one_hot
+from fedhassle.losses import cross_entropy_each, one_hot
 from fedhassle.method import Method
 from fedhassle.nets import images_a_pass
 from fedhassle.vectors import Arrays
 
 
-class Accuracy(NamedTuple):
-    """Accuracies that a method reports."""
+class Scores(NamedTuple):
+    """The figures that a method reports."""
 
-    overall: dict[str, float]  # by prediction
-    by_class: list[float | None]  # of the headline, on the images of each class; None if there are none
+    accuracy: dict[str, float]  # by prediction
+    loss: dict[str, float | None]  # mean cross-entropy by prediction; None if it is not finite
+    by_class: list[float | None]  # accuracy of the headline on each class; None without images of it
 
 
-def accuracy(
-    method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
-) -> Accuracy:
-    """Accuracies that a method reports on images (N, H, W, C)."""
-    found = hits(method, state, images, y, views, workers)
-    sizes = one_hot(y, len(next(iter(found.values())))).sum(0).long().tolist()  # images of each class
+class Counts(NamedTuple):
+    """What is counted of each prediction, and its logits (N, M) if they are kept."""
+
+    right: dict[str, list[int]]  # images classified correctly, by class
+    loss: dict[str, float]  # sum of the cross-entropies
+    logits: dict[str, Tensor]
+
+
+def score(method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1) -> Scores:
+    """The figures that a method reports on images (N, H, W, C)."""
+    return scores_of(method, counts_of(method, state, images, y, views, workers), y)
+
+
+def scores_of(method: Method, found: Counts, y: Tensor) -> Scores:
+    """The figures that a method reports, from what was counted on images with labels y (N,)."""
+    sizes = one_hot(y, len(next(iter(found.right.values())))).sum(0).long().tolist()  # images of each class
 
     def on_class(k: int) -> float | None:
         if not sizes[k]:
             return None
-        return method.report({name: right[k] / sizes[k] for name, right in found.items()}).get(
-            method.headline
-        )
+        shares = {name: right[k] / sizes[k] for name, right in found.right.items()}
+        return method.report(shares).get(method.headline)
 
-    overall = method.report({name: sum(right) / len(y) for name, right in found.items()})
-    return Accuracy(overall, [on_class(k) for k in range(len(sizes))])
+    loss = method.report({name: total / len(y) for name, total in found.loss.items()})
+    return Scores(
+        method.report({name: sum(right) / len(y) for name, right in found.right.items()}),
+        {name: value if math.isfinite(value) else None for name, value in loss.items()},
+        [on_class(k) for k in range(len(sizes))],
+    )
 
 
 @torch.no_grad()
@@ -65,23 +80,41 @@ def check_headline(method: Method, accuracy: Mapping[str, float]) -> None:
     )
 
 
-def hits(
-    method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views, workers: int = 1
-) -> dict[str, list[int]]:
-    """Number of images (N, H, W, C) that each prediction classifies correctly, by class.
+def counts_of(
+    method: Method,
+    state: Arrays,
+    images: Tensor,
+    y: Tensor,
+    views: Views,
+    workers: int = 1,
+    keep: bool = False,
+) -> Counts:
+    """Counts what each prediction gets right on images (N, H, W, C), and adds up its losses.
 
-    Always in float32, even if training uses bfloat16, so that simulator, sites and coordinator agree.
+    Always in float32, even if training uses bfloat16, so that simulator, sites and coordinator agree. The
+    figures of all predictions leave the device together: an evaluation waits for it once.
     """
     size = images_a_pass(images)
     batches = list(zip(torch.split(images, size), torch.split(y, size), strict=True))
 
     @torch.no_grad()
-    def right(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def counted(batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pixels, labels = batch
         with torch.autocast(pixels.device.type, enabled=False):  # here, since it applies per thread
             logits = method.predict(state, views.normalise(pixels))
-        hit = {name: torch.where(z.argmax(1) == labels, labels, -1) for name, z in logits.items()}
-        return {name: one_hot(k, logits[name].shape[1]).sum(0).long() for name, k in hit.items()}  # (M,) each
+        return {name: figures(z, labels) for name, z in logits.items()}, logits if keep else {}
 
-    found = side_by_side(right, batches, workers)
-    return {name: torch.stack([each[name] for each in found]).sum(0).tolist() for name in found[0]}
+    found = side_by_side(counted, batches, workers)
+    names = list(found[0][0])
+    rows = torch.stack([torch.stack([part[name] for part, _ in found]).sum(0) for name in names]).tolist()
+    return Counts(
+        {name: [int(n) for n in right] for name, (*right, _) in zip(names, rows, strict=True)},
+        {name: loss for name, (*_, loss) in zip(names, rows, strict=True)},
+        {name: torch.cat([logits[name] for _, logits in found]) for name in names} if keep else {},
+    )
+
+
+def figures(z: Tensor, y: Tensor) -> Tensor:
+    """Images of each class that logits (B, M) get right, then the sum of their losses: (M + 1,)."""
+    right = one_hot(torch.where(z.argmax(1) == y, y, -1), z.shape[1]).sum(0)
+    return torch.cat([right, cross_entropy_each(z, y).sum()[None]]).double()

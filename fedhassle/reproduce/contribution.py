@@ -25,10 +25,16 @@ from fedhassle.runs.record import Metrics, final_scores, read_summary, require_s
 from fedhassle.runs.run import Identity, identify, on_device
 from fedhassle.settings.build import build_dataset, build_split, split_seed
 from fedhassle.settings.request import Request
-from fedhassle.settings.schema import Settings, resolve
+from fedhassle.settings.schema import Settings, resolve, split_words
 
 LARGEST = 10_000_000  # bytes; the summary of 200 rounds has 65,000
-NAMING = ("data", "method", "net", "split.file")  # settings that may name code to import or files to open
+NAMING = (
+    "data",
+    "method",
+    "net",
+    "metrics",
+    "split.file",
+)  # settings that may name code to import or files to open
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
@@ -70,6 +76,9 @@ class CheckedRound(Checked):
     bytes_up: CheckedKinds
     clients: CheckedKinds
     seconds: Amount
+    test_loss: dict[Text, Amount | None] = {}  # not in old summaries, like the next
+    client_accuracy: dict[Text, Share] = {}
+    metrics: dict[Text, float | None] = {}  # only with metrics of one's own
 
 
 class CheckedVersions(Checked):
@@ -113,6 +122,10 @@ class CheckedSummary(Checked):
     modes: dict[Text, Text] = {}  # not in old summaries, like the next
     accuracy: dict[Text, CheckedScore]
     class_accuracy: dict[Text, Share | None] = {}
+    accuracy_by_client: dict[Text, Share | None] = {}
+    test_loss: dict[Text, Amount | None] = {}
+    client_accuracy: dict[Text, Share | None] = {}
+    metrics: dict[Text, float | None] = {}
     seconds: Amount
     history: list[CheckedRound]
     together: int = Field(default=1, ge=1)
@@ -123,7 +136,7 @@ class KnownRuns:
     """The runs of some experiments, to find the cells of a summary."""
 
     cells: Mapping[str, Sequence[Cell]]  # by the hash of their settings
-    named: frozenset[tuple[str, ...]]  # their data, method, network and split file
+    named: frozenset[tuple[str, ...]]  # their data, method, network, metrics and split file
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,9 @@ def known_runs(cells: Sequence[Cell]) -> KnownRuns:
 def named_by(request: Request) -> tuple[str, ...]:
     """The settings of a request in the order of `NAMING`; empty where it has none."""
     net, file = str(request.top("net", "")), request.get("split", "file", "")
-    return request.data, request.method, net, file
+    metrics = split_words(request.top("metrics", ""))
+    own = ",".join(map(str, metrics)) if isinstance(metrics, list) else str(metrics)
+    return request.data, request.method, net, own, file
 
 
 def check(path: Path, known: KnownRuns) -> Contribution:

@@ -19,7 +19,15 @@ from fedhassle.settings.build import is_machine_setting
 from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
-MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down")  # tables of a run's metrics
+MEASURED = (
+    "accuracy",
+    "loss",
+    "test_loss",
+    "client_accuracy",
+    "metrics",
+    "bytes_up",
+    "bytes_down",
+)  # tables of a run's metrics
 WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients
 
 

@@ -24,11 +24,12 @@ class Unit(NamedTuple):
     scale: float  # factor from the measured value to the shown one
     decimals: int
     most: float = math.inf  # the highest possible value
+    least: float = 0.0
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The lowest and the highest possible value; no metric is negative."""
-        return 0.0, self.most
+        """The lowest and the highest possible value."""
+        return self.least, self.most
 
     def of(self, value: float) -> float:
         """A value in this unit."""
@@ -48,17 +49,23 @@ class Unit(NamedTuple):
 
 
 PERCENT = Unit("%", "accuracy (%)", 100.0, 2, most=100.0)
+OF_CLIENTS = Unit("%", "accuracy over clients (%)", 100.0, 2, most=100.0)
 MEGABYTES = Unit("MB", "MB", 1e-6, 3)
 SECONDS = Unit("s", "seconds", 1.0, 0)
 PLAIN = Unit("", "loss", 1.0, 3)
 
 
 def unit(metric: str) -> Unit:
-    """Accuracies are shown in %, bytes in MB, losses as they are."""
+    """Accuracies are shown in %, bytes in MB, losses and a user's own numbers as they are."""
     if is_accuracy(metric):
         return PERCENT
     if metric == "seconds":
         return SECONDS
+    table, _, name = metric.partition(".")
+    if table == "client_accuracy":
+        return OF_CLIENTS
+    if table == "metrics":
+        return Unit("", name, 1.0, 3, least=-math.inf)
     return MEGABYTES if metric.startswith("bytes_") else PLAIN
 
 

@@ -93,7 +93,10 @@ def changed_settings(changes: Sequence[str]) -> str:
 def metric_label(metric: str) -> str:
     """A metric in words."""
     table, _, name = metric.partition(".")
-    words = {"accuracy": "", "loss": "loss ", "bytes_up": "MB up, ", "bytes_down": "MB down, "}
+    words = {
+        **{"accuracy": "", "loss": "loss ", "test_loss": "test loss ", "metrics": ""},
+        **{"client_accuracy": "over clients, ", "bytes_up": "MB up, ", "bytes_down": "MB down, "},
+    }
     return "accuracy" if metric == HEADLINE else (words.get(table, f"{table} ") + name).rstrip(", ")
 
 

@@ -34,7 +34,7 @@ from fedhassle.errors import require
 from fedhassle.method import Client
 from fedhassle.names import counted, nearest
 from fedhassle.runs.record import EPSILON, Metrics, Step, evaluations_averaged
-from fedhassle.runs.seeds import SeedGroup, modes_of
+from fedhassle.runs.seeds import SeedGroup, Spread, modes_of
 from fedhassle.runs.several import Event
 from fedhassle.terminal import say
 
@@ -244,6 +244,28 @@ def comparison_table(groups: Sequence[SeedGroup]) -> Table:
             table.add_row(*about, escape(name), *figures, *cost, style=style)
             about, cost = [""] * 2, [""] * 2
     return table
+
+
+def own_table(groups: Sequence[SeedGroup]) -> Table | None:
+    """The numbers of a user's own metrics, a row per group; None without any."""
+    own = list(dict.fromkeys(name for group in groups for name in group.own_metrics))
+    if not own:
+        return None
+    title = "your own metrics, mean ± std over seeds"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("run", overflow="fold")
+    for name in own:
+        table.add_column(escape(name), justify="right")
+    for group in groups:
+        table.add_row(escape(group.label), *(number(group.own_metric(name)) for name in own))
+    return table
+
+
+def number(value: Spread | None) -> str:
+    """A user's own number in the unit it has, mean ± std over seeds."""
+    if value is None:
+        return "–"
+    return f"{value.mean:.4g}" + ("" if value.std is None else f" ± {value.std:.2g}")
 
 
 def gaps(groups: Sequence[SeedGroup], against: str | None = None) -> list[str]:

@@ -26,6 +26,11 @@ Metrics = dict[str, Any]
 TEST_FALLBACK = "test_stands_in"  # in a line of metrics: no site could evaluate, the coordinator did
 BY_CLASS = "class_accuracy"  # in a line of metrics and in a summary: the headline's accuracy on each class
 EPSILON = "epsilon"  # in a line of metrics and in a summary's privacy: ε that the rounds so far have spent
+BY_CLIENT = "accuracy_by_client"  # in a summary: the headline's accuracy on each client's class mix
+CLIENTS = "client_accuracy"  # in a line of metrics: mean, std, lowest of these accuracies
+LOSS = "test_loss"  # in a line of metrics: the cross-entropy of each prediction on the test images
+OWN = "metrics"  # in a line of metrics: the numbers of a user's own metrics
+FINAL_MEANS = (LOSS, CLIENTS, OWN)  # tables of a line whose final means are in a summary
 LAST = 10  # evaluations whose mean is the headline (ruling 20)
 
 
@@ -137,9 +142,9 @@ def final_scores(history: Sequence[Metrics]) -> dict[str, dict[str, float]]:
     }
 
 
-def final_by_class(history: Sequence[Metrics]) -> dict[str, float | None]:
-    """The mean of the last ten accuracies on each class, None for a class without images."""
-    lines = [metrics[BY_CLASS] for metrics in history[-LAST:] if BY_CLASS in metrics]
+def final_means(history: Sequence[Metrics], table: str) -> dict[str, float | None]:
+    """The mean over the last ten evaluations of each figure in a table; None if none of them knows it."""
+    lines = [metrics[table] for metrics in history[-LAST:] if table in metrics]
     names = dict.fromkeys(name for line in lines for name in line)
     known = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
     return {name: statistics.fmean(values) if values else None for name, values in known.items()}
@@ -205,6 +210,7 @@ class Summary(BaseModel):
     class_accuracy: dict[
         Annotated[str, AfterValidator(class_name)], float | None
     ] = {}  # not in old summaries
+    metrics: dict[str, float | None] = {}  # only with metrics of one's own
     seconds: float
     history: list[EvaluatedRound] = Field(min_length=1)
 

@@ -35,6 +35,7 @@ from fedhassle.runs.trackers import require_installed
 from fedhassle.settings.build import (
     build_dataset,
     build_method,
+    build_metrics,
     build_net,
     build_privacy,
     build_split,
@@ -162,6 +163,7 @@ def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run
     if settings.distributed:
         require_workers(settings)
     dataset = load(settings)
+    build_metrics(settings)  # raises if one cannot be imported
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
     method, privacy = method_for_run(settings, dataset, split), privacy_for_run(settings, split)
     if privacy is not None:
@@ -282,13 +284,13 @@ def stored_device(request: Request) -> str:
 
 
 def require_same_code(run: Run) -> None:
-    """Refuses to resume a run whose own method or network has changed."""
+    """Refuses to resume a run whose own method, network or metric has changed."""
     noted, own = run.folder.own_code, own_code_of(run.settings)
     if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
         return
     files = " or ".join(name.rpartition(":")[0] for name in own)
     raise UserError(
-        f"{files} has changed since {run.folder.path} began: its rounds would mix two methods. Start a new "
+        f"{files} has changed since {run.folder.path} began: its rounds would mix both. Start a new "
         f"run in another folder, or put the code back; or remove {noted} to resume all the same"
     )
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.runs.record import Metrics
+from fedhassle.runs.record import OWN, Metrics
 from fedhassle.settings.request import MACHINE, flat
 
 PATHS = ("data.name", "split.file")
-UNNAMED = ("seed", "data.folder", "method.name", *MACHINE)  # never part of a label
+UNNAMED = ("seed", "data.folder", "method.name", "metrics", *MACHINE)  # never part of a label
 
 
 class Spread(NamedTuple):
@@ -78,6 +78,16 @@ class SeedGroup:
     def score(self, prediction: str, figure: str = "mean_of_last") -> Spread:
         """A final accuracy, over the seeds."""
         return spread([run["accuracy"][prediction][figure] for run in self.runs])
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The numbers of a user's own metrics that its runs report."""
+        return list(dict.fromkeys(name for run in self.runs for name in run.get(OWN, {})))
+
+    def own_metric(self, name: str) -> Spread | None:
+        """The final mean of such a number, over the seeds that know it."""
+        known = [value for run in self.runs if (value := run.get(OWN, {}).get(name)) is not None]
+        return spread(known) if known else None
 
     def gap(self, other: SeedGroup) -> Gap | None:
         """The lead of this headline over another; None without a common seed."""

@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from fedhassle.engine.gpu.streams import STREAMS
+from fedhassle.runs.logs import info_level
 from fedhassle.runs.record import Step
 from fedhassle.runs.run import Run
-from fedhassle.runs.train import info_level, train_run
+from fedhassle.runs.train import train_run
 from fedhassle.settings.build import build_engine
 
 E = TypeVar("E", bound=BaseException)

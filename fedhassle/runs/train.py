@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +13,13 @@ import torch
 from fedhassle.data.split.split import pooled
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.cluster import LOCAL, connected
-from fedhassle.engine.cores import available_cores, on_cores
+from fedhassle.engine.cores import on_cores
 from fedhassle.engine.device import Engine
-from fedhassle.engine.evaluate import accuracy, check_headline, check_predictions
+from fedhassle.engine.evaluate import check_headline, check_predictions
 from fedhassle.engine.ray_federation import RayFederation
 from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import round_files, write_arrays
-from fedhassle.engine.trainer import dataset_views
 from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
@@ -39,16 +35,20 @@ from fedhassle.runs.checkpoints import (
     save_checkpoint,
 )
 from fedhassle.runs.curves import draw_curves
-from fedhassle.runs.folder import Folder, resume_command
+from fedhassle.runs.evaluation import Evaluator, accuracy_by_client, evaluator
+from fedhassle.runs.folder import Folder, release, resume_command
+from fedhassle.runs.logs import log_to_file
 from fedhassle.runs.record import (
     BY_CLASS,
+    BY_CLIENT,
+    CLIENTS,
     EPSILON,
+    FINAL_MEANS,
     Evaluation,
     Metrics,
     Step,
     Tally,
-    by_class,
-    final_by_class,
+    final_means,
     final_scores,
     metrics_line,
     without_classes,
@@ -77,14 +77,8 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
     engine = build_engine(run.settings)
     if sharing > 1:
         engine = engine._replace(lanes=min(engine.lanes, max(1, SHARED_LANES // sharing)))
-    views = dataset_views(run.dataset, run.device)
-    threads = min(available_cores(), run.settings.threads * run.settings.workers)  # workers wait meanwhile
-    images = torch.from_numpy(run.dataset.x_test).to(run.device)
-    y = torch.from_numpy(run.dataset.y_test).to(run.device)
-
-    def evaluate(state: Arrays, t: int) -> Evaluation:
-        found = accuracy(run.method, state, images, y, views, 1 if run.device.type == "cuda" else threads)
-        return Evaluation(found.overall, by_class(run.dataset.class_names, found.by_class))
+    evaluation = evaluator(run)
+    try_out(run, evaluation)
 
     with (
         locked(run.folder.path),
@@ -96,7 +90,25 @@ def train_run(run: Run, sharing: int = 1) -> Generator[Step]:
         memory.require(start.kept or {})
         write_settings(run)
         with simulated(run, engine, memory) as federation:
-            yield from train_in_federation(run, federation, evaluate, start)
+            yield from train_in_federation(run, federation, evaluation.evaluate, start)
+
+
+def try_out(run: Run, evaluation: Evaluator) -> None:
+    """Refuses predictions or metrics that do not work, before anything trains; a new run leaves no folder."""
+    state = initial_state(run.method, run.plan.seed, run.device)
+    try:
+        require_predictions(run, state)
+        evaluation.try_metrics(state)
+    except Exception:
+        if not run.folder.config.exists():
+            release(run.folder)
+        raise
+
+
+def require_predictions(run: Run, state: Arrays) -> None:
+    """Refuses a method whose predictions cannot be evaluated."""
+    blank = torch.zeros(2, *run.dataset.shape, device=run.device)
+    check_predictions(run.method, state, blank, run.dataset.classes)
 
 
 @contextmanager
@@ -136,8 +148,7 @@ def train_in_federation(
         log.info("split: %s", note)
     tell_privacy(run)
     every, origin = run.settings.evaluate_every, about_run(run) | (about or {})
-    blank = torch.zeros(2, *run.dataset.shape, device=run.device)
-    check_predictions(run.method, start.state, blank, run.dataset.classes)
+    require_predictions(run, start.state)
     with tracking(run.settings.track or (), run.folder) as trackers:
         parameters = dict(flat(origin["settings"])) | {"settings_hash": origin["settings_hash"]}
         trackers.begin(parameters, start.history)
@@ -266,11 +277,16 @@ def restore(folder: Folder, method: Method, seed: int, device: torch.device) -> 
     remove_unfinished(folder.checkpoints)
     found = load_checkpoint(folder.checkpoints, device)
     if found is None:
-        found = Checkpoint(0, {k: v.to(device) for k, v in method.initial(seed).items()}, [])
+        found = Checkpoint(0, initial_state(method, seed, device), [])
     discard_after(folder.checkpoints, found.t)
     discard_old(folder.checkpoints)  # left by a kill just after a checkpoint
     write_text(folder.metrics, "".join(map(metrics_line, found.history)))
     return found
+
+
+def initial_state(method: Method, seed: int, device: torch.device) -> Arrays:
+    """The state before round 1."""
+    return {name: vector.to(device) for name, vector in method.initial(seed).items()}
 
 
 def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
@@ -285,14 +301,16 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
         )
     if not last.history:
         raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
-    scores = final_scores(last.history)
+    scores, on_classes = final_scores(last.history), final_means(last.history, BY_CLASS)
     summary: Metrics = {
         **origin,
         "rounds": last.t,
         "headline": method.headline,
         "modes": dict(method.modes),
         "accuracy": scores,
-        BY_CLASS: final_by_class(last.history),
+        BY_CLASS: on_classes,
+        **{table: means for table in FINAL_MEANS if (means := final_means(last.history, table))},
+        **({BY_CLIENT: accuracy_by_client(run, on_classes)} if CLIENTS in last.history[-1] else {}),
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
         "history": [without_classes(metrics) for metrics in last.history],
     }
@@ -304,57 +322,3 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
         log.warning("%s could not be drawn: %s: %s", folder.curves, type(error).__name__, error)
     write_json(folder.summary, summary)  # last: only finished runs have it
     return summary
-
-
-# Logs
-
-
-class LogFile(logging.FileHandler):
-    """A log in a file; on a full disk its lines are lost, and the next file that a run needs ends it."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
-        """Ignores errors of the disk, which logging would print with a traceback for every line."""
-        if not isinstance(sys.exception(), OSError):
-            super().handleError(record)
-
-    def close(self) -> None:
-        """Closes the file, even if its last lines cannot be written."""
-        with suppress(OSError):
-            super().close()
-
-
-@contextmanager
-def log_to_file(path: Path, alone: bool, name: str = "") -> Iterator[None]:
-    """Logs to a file; the messages of this thread only, unless the run is alone.
-
-    Each record gets the run's name, for a console that shows several runs.
-    """
-    handler, thread = LogFile(path, encoding="utf-8"), threading.get_ident()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(lambda record: alone or record.thread == thread)
-
-    def add_name(record: logging.LogRecord) -> bool:
-        if alone or record.thread == thread:
-            record.run = name
-        return True
-
-    log.addFilter(add_name)
-    log.addHandler(handler)
-    try:
-        with info_level():
-            yield
-    finally:
-        log.removeHandler(handler)
-        log.removeFilter(add_name)
-        handler.close()
-
-
-@contextmanager
-def info_level() -> Iterator[None]:
-    """Logs at INFO inside the block."""
-    level = log.level
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

@@ -22,6 +22,7 @@ from fedhassle.data.split import split
 from fedhassle.data.split.cuts import SPLIT_KINDS
 from fedhassle.data.split.split import ClientRow, Split, table
 from fedhassle.engine.device import Engine
+from fedhassle.engine.metrics import Metric
 from fedhassle.errors import UserError, require
 from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
@@ -98,11 +99,11 @@ def binding(settings: Settings, images: str, split: str | None) -> dict[str, Any
 
 
 def own_code_of(settings: Settings) -> dict[str, str]:
-    """Hashes of the source of a user's own method and network, by name."""
+    """Hashes of the source of a user's own method, network and metrics, by name."""
     net = settings.net or ""
     if ":" in net:  # raises if it cannot be imported; the method was imported already
         find(net, NETS, "network")
-    found = {name: own_code(name) for name in (settings.method.name, net)}
+    found = {name: own_code(name) for name in (settings.method.name, net, *build_metrics(settings))}
     return {name: code for name, code in found.items() if code is not None}
 
 
@@ -256,6 +257,15 @@ def build_net(settings: Settings, dataset: Dataset) -> Net:
             f"net {name!r} cannot be built as Net(shape, classes, width) and run: {error}"
         ) from error
     return net
+
+
+def build_metrics(settings: Settings) -> dict[str, Metric]:
+    """A user's own metrics, by name."""
+    found = {name: find(name, {}, "metric", "function") for name in settings.metrics or ()}
+    for name, metric in found.items():
+        fits = callable(metric) and not isinstance(metric, type)
+        require(fits, f"metric {name} is {type(metric).__name__}, not a function")
+    return found
 
 
 def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:

@@ -144,6 +144,7 @@ class Settings(BaseModel):
     compile: bool | None = None  # compile kernels for a GPU, which takes a minute; default: when it pays
     deterministic: bool = False  # bitwise equal runs on one GPU; slower
     track: Annotated[list[Tool] | None, BeforeValidator(trackers)] = None
+    metrics: Annotated[list[str] | None, BeforeValidator(split_words)] = None  # a user's own functions
     split: SplitSettings = SplitSettings()
     method: MethodSettings = MethodSettings()
     privacy: PrivacySettings = PrivacySettings()

@@ -8,7 +8,7 @@ import torch
 
 from fedhassle.architectures import LeNet
 from fedhassle.engine.cores import on_cores, side_by_side
-from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS
@@ -76,12 +76,10 @@ def test_the_number_of_workers_changes_no_bit(name):
         simulator = Simulator(data, small.SPLIT, 0, small.ENGINE, workers)
         rounds = list(federate(method, simulator, Plan(3, 5, 0), method.initial(0)))
         images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
-        results.append(
-            (rounds, accuracy(method, rounds[-1].state, images, y, simulator.trainer.views, workers))
-        )
-    (first, score), *others = results
+        results.append((rounds, score(method, rounds[-1].state, images, y, simulator.trainer.views, workers)))
+    (first, scores), *others = results
     for rounds, found in others:
-        assert found == score
+        assert found == scores
         for mine, theirs in zip(first, rounds, strict=True):
             assert small.same(mine.state, theirs.state)
             assert [r.update.client for r in mine.replies] == [r.update.client for r in theirs.replies]

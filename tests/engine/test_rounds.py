@@ -9,13 +9,13 @@ import small
 import torch
 
 from fedhassle.engine.device import Engine
-from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, Reply, federate, select
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import Alone, FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
-from fedhassle.runs.record import Evaluation, Tally, final_by_class, without_classes
+from fedhassle.runs.record import Evaluation, Tally, final_means, without_classes
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
@@ -322,7 +322,7 @@ def test_a_small_federation_learns(data):
     state = small.simulate(method, 6, per_round=6, data=data)[-1].state
     images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
     views = small.simulator(data).trainer.views
-    found = accuracy(method, state, images, y, views).overall["model"]
+    found = score(method, state, images, y, views).accuracy["model"]
     z = method.net.logits(state["w"], views.normalise(images))
     assert found == np.mean(z.argmax(1).numpy() == data.y_test)
     assert found > 0.6
@@ -342,8 +342,8 @@ def test_accuracy_is_the_share_over_all_batches(at_once, small_is, monkeypatch):
     truth[0] = (truth[0] + 1) % 4
     seen, predict = [], FedAvg.predict
     monkeypatch.setattr(FedAvg, "predict", lambda self, w, x: seen.append(len(x)) or predict(self, w, x))
-    found = accuracy(method, state, images, truth, views)
-    assert found.overall == {"model": 35 / 40} and seen == [16, 16, 8]
+    found = score(method, state, images, truth, views)
+    assert found.accuracy == {"model": 35 / 40} and seen == [16, 16, 8]
     sizes = truth.bincount(minlength=4).tolist()
     right = sum(share * n for share, n in zip(found.by_class, sizes, strict=True) if n)
     assert right == pytest.approx(35)
@@ -358,25 +358,25 @@ def test_the_accuracy_on_each_class_is_that_of_the_headline(monkeypatch):
     method = Hassle(small.net(small.Linear))
     z = method.predict(method.initial(0), views.normalise(images))["EM"].argmax(1)
     expected = [np.mean(z[y == k].numpy() == k) for k in range(3)]
-    found = accuracy(method, method.initial(0), images, y, views)
+    found = score(method, method.initial(0), images, y, views)
     assert found.by_class == [*expected, None] and len(set(expected)) > 1
-    assert found.overall.keys() == {"SM", "UM", "EM", "w_S", "w_U"}
+    assert found.accuracy.keys() == {"SM", "UM", "EM", "w_S", "w_U"}
     alone, net = Alone(small.net(small.Linear)), small.net(small.Linear)
     vectors = [net.initial(seed) for seed in (1, 2)]
     state = {"w": net.initial(0), "w of a": vectors[0], "w of b": vectors[1]}
     each = [net.logits(w, views.normalise(images)).argmax(1) for w in vectors]
     means = [np.mean([np.mean(z[y == k].numpy() == k) for z in each]) for k in range(3)]
-    found = accuracy(alone, state, images, y, views)
+    found = score(alone, state, images, y, views)
     assert found.by_class[:3] == pytest.approx(means) and found.by_class[3] is None
 
 
 def test_final_accuracies_by_class_are_means_of_the_last_ten_evaluations():
     """Lines of older versions, as in a run that was begun with one, do not count."""
-    assert final_by_class([{"round": 1}]) == {}
+    assert final_means([{"round": 1}], "class_accuracy") == {}
     early = {"class_accuracy": {"cat": 0.0, "dog": None}}
     lines = [{"class_accuracy": {"cat": k / 10, "dog": None}} for k in range(1, 9)]
     history = [*[early] * 5, {"round": 6}, *lines, {"round": 15}]
-    assert final_by_class(history) == {"cat": pytest.approx(0.45), "dog": None}
+    assert final_means(history, "class_accuracy") == {"cat": pytest.approx(0.45), "dog": None}
     assert without_classes({"round": 3, **early}) == {"round": 3}
 
 
@@ -392,5 +392,5 @@ def test_accuracy_is_measured_in_float32_whatever_training_is_in(monkeypatch):
     monkeypatch.setattr(FedAvg, "predict", lambda *words: seen.append(predict(*words)) or seen[-1])
     with Engine(small.CPU, "bf16").lowered():
         assert not torch.equal(method.net.logits(state["w"], views.normalise(images)), expected)
-        accuracy(method, state, images, y, views)
+        score(method, state, images, y, views)
     assert torch.equal(seen[0]["model"], expected)

@@ -11,7 +11,7 @@ from small import metrics_of, same, summary_of, tensors_of
 
 import fedhassle
 from fedhassle.data.split.split import Split
-from fedhassle.engine.evaluate import Accuracy
+from fedhassle.engine.evaluate import Scores
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Payload
 from fedhassle.federation.server import evaluator
@@ -191,7 +191,9 @@ def test_the_coordinators_test_images_never_choose_the_best_round(tmp_path, monk
     """Validation finds 0.6, nothing, 0.7 and 0.8; the test images, at 0.95, stand in for the missing one."""
     agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
     transport, data = network(tmp_path / "sites", agreed), small.dataset()
-    monkeypatch.setattr(evaluator, "accuracy", lambda *words: Accuracy({"model": 0.95}, [0.95] * 4))
+    monkeypatch.setattr(
+        evaluator, "score", lambda *words: Scores({"model": 0.95}, {"model": 0.2}, [0.95] * 4)
+    )
     for name in transport.sites:
         answers = iter([hits(6), "busy", hits(7), hits(8)])
         transport.behaviour[name, "query"], transport.behaviour[name, "train"] = with_ten_images, deaf

@@ -19,7 +19,7 @@ from fedhassle.data.split.cuts import SPLIT_KINDS
 from fedhassle.data.split.layout import PAPER
 from fedhassle.data.split.split import pooled, split
 from fedhassle.engine.client import train
-from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, federate, takes_part
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
@@ -72,8 +72,8 @@ def test_it_trains_on_every_layout_of_the_paper(name, labels, data):
     trained = method.model(last.state)
     assert any(k not in start or not torch.equal(v, start[k]) for k, v in trained.items())
     images, y = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
-    scores = accuracy(method, last.state, images, y, simulator.trainer.views).overall
-    assert method.headline in scores and all(0 <= score <= 1 for score in scores.values())
+    scores = score(method, last.state, images, y, simulator.trainer.views).accuracy
+    assert method.headline in scores and all(0 <= share <= 1 for share in scores.values())
 
 
 IDLE = {  # by hand, from what the methods say of themselves, with the settings that they have by default

@@ -18,8 +18,9 @@ from fedhassle.federation.server.evaluator import best_so_far
 from fedhassle.runs import train
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.folder import Folder, claim
+from fedhassle.runs.logs import log_to_file
 from fedhassle.runs.run import reopen
-from fedhassle.runs.train import log_to_file, train_run
+from fedhassle.runs.train import train_run
 from fedhassle.settings.request import request
 
 

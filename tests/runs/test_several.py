@@ -17,6 +17,7 @@ from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.runs import several, train
+from fedhassle.runs.logs import info_level
 from fedhassle.runs.run import start_several
 from fedhassle.settings.request import combinations, request, variations
 
@@ -135,7 +136,7 @@ def test_log_records_of_a_runs_thread_have_its_name(tmp_path):
     log = logging.getLogger("fedhassle")
     log.addHandler(handler)
     try:
-        with train.info_level():
+        with info_level():
             assert set(ends(several.in_threads(runs)).values()) == {None}
     finally:
         log.removeHandler(handler)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedhassle.data.views import make_views
-from fedhassle.engine.evaluate import Accuracy, accuracy
+from fedhassle.engine.evaluate import Scores, score
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
 from fedhassle.federation.server.audit import participation
@@ -18,7 +18,7 @@ from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.runs.about import about_model
 from fedhassle.runs.checkpoints import Checkpoint
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.record import BY_CLASS, TEST_FALLBACK, Evaluation, by_class
+from fedhassle.runs.record import BY_CLASS, LOSS, TEST_FALLBACK, Evaluation, by_class
 from fedhassle.runs.run import Run
 from fedhassle.vectors import Arrays
 
@@ -26,7 +26,7 @@ log = logging.getLogger("fedhassle")
 
 Images = tuple[np.ndarray, np.ndarray]
 UNDONE = "undone"  # in a line of metrics: the accuracy of a model that was not taken in
-KEPT = ("sites", "test", BY_CLASS, TEST_FALLBACK)  # of a line of metrics: about its model
+KEPT = ("sites", "test", LOSS, BY_CLASS, TEST_FALLBACK)  # of a line of metrics: about its model
 MOST_UNDONE = 3  # evaluations in a row after which the run stops
 
 
@@ -97,9 +97,10 @@ class Evaluator:
         if self.test is None:
             return found
         tested = self._tested(state)
-        found = Evaluation(tested.overall, {TEST_FALLBACK: True}) if found is None else found
+        found = Evaluation(tested.accuracy, {TEST_FALLBACK: True}) if found is None else found
         classes = by_class(self.run.dataset.class_names, tested.by_class)
-        return Evaluation(found.accuracy, {**found.more, "test": tested.overall, **classes})
+        more = {**found.more, "test": tested.accuracy, LOSS: tested.loss, **classes}
+        return Evaluation(found.accuracy, more)
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
         """Writes the model if its validation accuracy is the best so far."""
@@ -110,12 +111,12 @@ class Evaluator:
             words = about_model(run, sites) | {"round": t, "validation": validation}
             write_arrays(run.folder.best, run.method.model(state), words)
 
-    def _tested(self, state: Arrays) -> Accuracy:
+    def _tested(self, state: Arrays) -> Scores:
         assert self.test is not None
         data = self.run.dataset
         views = make_views(data.mean, data.std, False, 0, torch.device("cpu"))
         x, y = (torch.from_numpy(array) for array in self.test)
-        return accuracy(self.run.method, state, x, y, views)
+        return score(self.run.method, state, x, y, views)
 
 
 def best_so_far(folder: Folder) -> BestRound | None:

@@ -26,7 +26,7 @@ from fedhassle.data.site.validation import Partition, partition, relabelled
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.device import Engine
-from fedhassle.engine.evaluate import hits
+from fedhassle.engine.evaluate import counts_of
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
@@ -261,12 +261,12 @@ class SiteNode:
         images, y = (
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
-        found = hits(run.method, state, images, y, run.simulator.trainer.views)
+        found = counts_of(run.method, state, images, y, run.simulator.trainer.views)
         log.info(
             "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
         )
         # Not by class: that would tell how many images of each class the site holds.
-        count, right = self._reported(len(rows)), {name: sum(hit) for name, hit in found.items()}
+        count, right = self._reported(len(rows)), {name: sum(hit) for name, hit in found.right.items()}
         return Payload({"right": {k: round(n * count / len(rows)) for k, n in right.items()}, "count": count})
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
