@@ -7,7 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedhassle.api import Result, run, run_several
+    from fedhassle.api import Result, compare, run, run_several, split
+    from fedhassle.data.catalogue import Dataset
     from fedhassle.data.catalogue import load as dataset
     from fedhassle.data.split.split import Split
     from fedhassle.engine.metrics import Predictions
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font cache" not in record.getMessage())
 
 _HOME = {
-    "fedhassle.api": ("Result", "run", "run_several"),
+    "fedhassle.api": ("Result", "compare", "run", "run_several", "split"),
+    "fedhassle.data.catalogue": ("Dataset",),
     "fedhassle.data.split.split": ("Split",),
     "fedhassle.engine.metrics": ("Predictions",),
     "fedhassle.errors": ("UserError",),
@@ -48,6 +50,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Client",
+    "Dataset",
     "Descent",
     "Labelled",
     "Method",
@@ -60,10 +63,12 @@ __all__ = [
     "Stream",
     "Update",
     "UserError",
+    "compare",
     "dataset",
     "load",
     "run",
     "run_several",
+    "split",
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import operator
 import os
 import platform
 from collections.abc import Mapping
@@ -13,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedhassle.names import counted, imported
+from fedhassle.errors import UserError
+from fedhassle.names import SESSION, counted, imported
 from fedhassle.version import package_version
 
 
@@ -38,11 +41,45 @@ def code() -> str:
 
 
 def own_code(name: str) -> str | None:
-    """Returns a hash of the file that `module:Name` or `file.py:Name` is from; None if there is none."""
+    """Returns a hash of the file that `module:Name` or `file.py:Name` is from; None if there is none.
+
+    In a notebook it is a hash of the class or function alone.
+    """
     if ":" not in name:
         return None
-    file = getattr(imported(name.rpartition(":")[0]), "__file__", None)
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    module, _, attribute = name.rpartition(":")
+    found = imported(module)
+    if module == SESSION:
+        content = source(operator.attrgetter(attribute)(found)).encode()
+    elif (file := getattr(found, "__file__", None)) is not None:
+        content = Path(file).read_bytes()
+    else:
+        return None
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def source(thing: Any) -> str:
+    """Returns the source of a function, or of a class: of its own functions, and the values of its fields.
+
+    Python cannot tell where a class in a notebook begins; of functions it can.
+    """
+    members = [thing] if inspect.isfunction(thing) else [*vars(thing).values()]
+    bare = [getattr(one, "__func__", getattr(one, "fget", one)) for one in members]
+    functions = [inspect.unwrap(one) for one in bare if inspect.isfunction(one)]
+    written = [one for one in functions if one.__code__.co_filename != "<string>"]  # a dataclass makes others
+    fields = [] if inspect.isfunction(thing) else [(k, v) for k, v in vars(thing).items() if is_plain(k, v)]
+    try:
+        return "\n".join([*map(inspect.getsource, written), repr(fields)])
+    except OSError as error:
+        raise UserError(
+            f"the source of {thing.__qualname__} cannot be read here, so that a run could not tell if it has "
+            "changed: write it to a file (in a notebook: %%writefile my_file.py) and import it"
+        ) from error
+
+
+def is_plain(name: str, value: object) -> bool:
+    """True for an attribute of a class that a user wrote, and whose repr says all of it."""
+    return not name.startswith("__") and isinstance(value, str | int | float | tuple | type(None))
 
 
 def hardware(device: torch.device, threads: int, workers: int = 1) -> dict[str, Any]:

@@ -17,7 +17,7 @@ STOREYS = [  # from the ground up; a module imports what lies below it, or besid
     {"methods", "engine"},
     {"settings"},
     {"runs"},
-    {"predict"},
+    {"predict", "notebook"},
     {"reproduce", "api"},
     {"federation"},
     {"cli", "__main__"},

@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -80,6 +81,19 @@ def evaluated(folder):
     """Returns the scores of EM on the test images, by `fedhassle evaluate`."""
     assert small.call("evaluate", folder, "fmnist-mini", "--json", "scores.json")[0] == 0
     return {"EM": small.strict(Path("scores.json").read_text("utf-8"))["predictions"]["EM"]}
+
+
+def test_the_examples_of_the_python_page_run(tmp_path, monkeypatch, module, capsys):
+    """All of docs/python.md in order, with fewer clients; each piece is a module, where a class is found."""
+    monkeypatch.chdir(tmp_path)
+    run, shorter = fedhassle.run, {"clients_per_round": 2, "threads": 1, "quiet": True}
+    monkeypatch.setattr(fedhassle, "run", lambda *words, **keywords: run(*words, **keywords, **shorter))
+    pieces = re.findall(r"^```python\n(.*?)^```", PAGES["python.md"], re.MULTILINE | re.DOTALL)
+    for k, source in enumerate(pieces):
+        importlib.import_module(module(f"page_{k}", source.replace('if __name__ == "__main__":', "if True:")))
+    found = [small.summary_of(folder) for folder in (tmp_path / "runs").iterdir() if folder.is_dir()]
+    assert sorted(one["method"] for one in found) == ["fedprox", "hassle", "hassle", "page_1:Gentle"]
+    assert "'errors'" in capsys.readouterr().out and len([*tmp_path.glob("runs/few-*.npz")]) == 1
 
 
 def test_the_commands_and_the_python_of_the_models_page_run(tmp_path, monkeypatch, capsys):
@@ -307,3 +321,23 @@ def test_the_tables_of_methods_are_those_of_the_code():
 def test_every_method_is_in_the_overview():
     overview = PAGES["methods.md"].partition("## Overview")[2].partition("\n## ")[0]
     assert re.findall(r"^\| \[`([\w+-]+)`\]", overview, re.MULTILINE) == [*METHODS]
+
+
+# The notebook
+
+
+def test_the_notebook_runs_as_it_is_stored(tmp_path, monkeypatch, module):
+    """Its cells in order, in a module, with a single round and seed; the stored outputs have no error."""
+    stored = json.loads((ROOT / "docs" / "tour.ipynb").read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in stored["cells"] if cell["cell_type"] == "code"]
+    outputs = [out for cell in stored["cells"] for out in cell.get("outputs", ())]
+    assert len(cells) > 8 and not any(out["output_type"] == "error" for out in outputs)
+    source = "\n".join(cells)
+    shorter = source.replace("rounds, seeds = 12, [0, 1]", "rounds, seeds = 1, [0]")
+    assert shorter != source
+    monkeypatch.chdir(tmp_path)
+    made = importlib.import_module(module("tour", shorter))
+    assert len(made.comparison.rows) == 1 + 1 + 5 and len(made.results) == 3
+    assert "overconfidence" in made.results[0].metrics
+    for text in re.findall(r"\]\(([\w.]+\.md)\)", json.dumps(stored)):
+        assert (ROOT / "docs" / text).exists()

@@ -38,20 +38,14 @@ def split(
 
     Prints sample counts and the effective number of classes per client, and draws the paper's dot plot.
     """
-    from fedhassle.data.split.dots import FORMATS, draw_split
-    from fedhassle.data.split.split import table
+    from fedhassle.data.split.dots import FORMATS
     from fedhassle.files import check_picture
-    from fedhassle.settings.build import build_dataset, build_split
-    from fedhassle.settings.schema import resolve
+    from fedhassle.notebook import client_data
 
     check_picture(picture, FORMATS)
-    settings = resolve(parse_request(words, data_dir, None))
-    dataset = build_dataset(settings)
-    made = build_split(settings, dataset)
-    rows = table(made, dataset.y_train, dataset.classes)
-    chosen = settings.split
-    about = f"{chosen.labels}, α = {chosen.alpha:g}" if chosen.file is None else Path(chosen.file).name
-    draw_split(rows, picture, f"{dataset.name}, {about}", dataset.class_names)
+    found = client_data(parse_request(words, data_dir, None))
+    made, rows = found.split, found.clients
+    found.picture.save(picture)
     if save is not None:
         made.save(save)
     if as_json:

@@ -1,12 +1,15 @@
 """Data sets: the catalogue of named ones, a user's own .npz file, and a folder of sites."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,7 @@ from fedhassle.data import download, npz, published
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site.sites import Size, read_sites
 from fedhassle.errors import UserError, require
+from fedhassle.files import atomic
 from fedhassle.names import brief, counted, nearest
 
 
@@ -44,6 +48,34 @@ class Dataset:
     content: str | None = None  # hash of a user's own files, before anything is held out
     sites: Sites | None = None  # in a folder of sites: they are the clients
     intensities: str | None = None  # the rule by which deep grey images became 0 … 255
+
+    @classmethod
+    def of(
+        cls,
+        x_train: npt.ArrayLike,
+        y_train: npt.ArrayLike,
+        x_test: npt.ArrayLike | None = None,
+        y_test: npt.ArrayLike | None = None,
+        class_names: Sequence[str] | None = None,
+        name: str = "own",
+    ) -> Dataset:
+        """Returns your own images (N, H, W[, C]) and labels (N,), checked, with defaults as from a file."""
+        given = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+        arrays = {key: np.asarray(array) for key, array in given.items() if array is not None}
+        require(("x_test" in arrays) == ("y_test" in arrays), "give both x_test and y_test, or neither")
+        if class_names is not None:
+            arrays["class_names"] = np.array(list(class_names), dtype=str)
+        return _own(f"{name}.npz", npz.checked(arrays, Path(f"Dataset {name}")))
+
+    def save(self, path: str | Path) -> None:
+        """Writes images, labels and class names to an .npz file, which `data=PATH` reads."""
+        require(self.sites is None, f"{self.name} has sites, which an .npz file cannot hold: use its folder")
+        arrays: dict[str, Any] = {"x_train": self.x_train, "y_train": self.y_train}
+        arrays["class_names"] = np.array(self.class_names)
+        if len(self.y_test):
+            arrays |= {"x_test": self.x_test, "y_test": self.y_test}
+        with atomic(Path(path)) as temporary, temporary.open("wb") as file:
+            np.savez(file, **arrays)
 
     @property
     def classes(self) -> int:
@@ -299,13 +331,16 @@ def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> D
 
 
 def _load_file(path: Path) -> Dataset:
-    """Loads a user's file; its channels decide the network, its training images the pixel statistics."""
-    arrays = npz.read(path)
+    """Loads a user's file."""
+    return _own(path.name, npz.read(path))  # with its suffix the name differs from those of the catalogue
+
+
+def _own(name: str, arrays: npz.NpzData) -> Dataset:
+    """A user's own images; their channels decide the network, the training images the pixel statistics."""
     height, width, channels = arrays.x_train.shape[1:]
     mean, std = statistics(arrays.x_train)
     net, crop = default_entry(channels).net, default_crop(height, width)
-    # With its suffix the name differs from those of the catalogue.
-    return Dataset(path.name, *arrays, net, mean, std, True, crop, content_hash(*arrays[:4]))
+    return Dataset(name, *arrays, net, mean, std, True, crop, content_hash(*arrays[:4]))
 
 
 def _load_sites(path: Path, size: Size | None, channels: int | None) -> Dataset:

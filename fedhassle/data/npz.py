@@ -50,7 +50,12 @@ class LabelledImages(NamedTuple):
 def read(path: Path) -> NpzData:
     """Reads an .npz file and checks that its arrays fit together; it may lack test images."""
     tested = not {*RawData._fields[2:]}.isdisjoint(stored_names(path))
-    found = required_arrays(path, RawData._fields if tested else RawData._fields[:2])
+    return checked(required_arrays(path, RawData._fields if tested else RawData._fields[:2]), path)
+
+
+def checked(found: Mapping[str, AnyArray], path: Path) -> NpzData:
+    """Checks that the arrays of a file fit together; `path` names them in errors."""
+    tested = "x_test" in found
     x_train, y_train = _pair(found, "x_train", "y_train", path, lowest=-1)
     x_test, y_test = _pair(found, "x_test", "y_test", path) if tested else (x_train[:0], y_train[:0])
     size, test_size = x_train.shape[1:], x_test.shape[1:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.errors import UserError, require
-from fedhassle.names import brief, has_controls
+from fedhassle.names import brief, described, has_controls
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -105,12 +105,6 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
-
-def described(value: object) -> str:
-    """What a value is, without its contents: arrays have a shape."""
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
 
 
 # Clients

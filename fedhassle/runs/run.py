@@ -20,6 +20,7 @@ from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.method import Method
+from fedhassle.names import SESSION, some_of
 from fedhassle.privacy import Privacy, require_means
 from fedhassle.provenance import hardware, machine
 from fedhassle.runs.folder import (
@@ -181,6 +182,9 @@ def runnable(request: Request) -> Settings:
 def require_workers(settings: Settings) -> None:
     """Refuses workers without Ray, or, if they are on this machine, more than it has devices for."""
     require_ray(f"workers={settings.workers}" if settings.ray is None else f"--ray {settings.ray}")
+    here = [name for name in own_code_of(settings) if name.startswith(f"{SESSION}:")]
+    named = some_of(name.partition(":")[2] for name in here)
+    require(not here, f"workers cannot import {named}, defined in a notebook or session: write it to a file")
     if settings.ray in (None, LOCAL):
         allocation = allocation_of(settings.device, settings.threads)
         require_room(settings.workers, allocation, [this_machine()])

@@ -197,6 +197,14 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
     )
 
 
+def requested_split(request: Request) -> tuple[Dataset, Split, str]:
+    """The data set and the split of a request, and the split in words."""
+    settings = resolve(request)
+    dataset, chosen = build_dataset(settings), settings.split
+    about = f"{chosen.labels}, α = {chosen.alpha:g}" if chosen.file is None else Path(chosen.file).name
+    return dataset, build_split(settings, dataset), about
+
+
 def split_of_sites(chosen: SplitSettings, sites: Sites, dataset: Dataset) -> Split:
     """The split whose clients are the sites, with the labels that they have."""
     default = SplitSettings()

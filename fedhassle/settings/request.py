@@ -175,9 +175,19 @@ def variations(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def combinations(choices: Iterable[tuple[str, Sequence[T]]]) -> list[tuple[str, list[tuple[str, T]]]]:
     """Every combination of the values: a name for its folder, and its pairs; without choices an empty one."""
-    pairs = [[(key, value) for value in values] for key, values in choices]
-    found = [list(chosen) for chosen in itertools.product(*pairs)]
-    return [("-".join(str(value) for _, value in chosen), chosen) for chosen in found]
+    pairs = [
+        [(key, value, name) for value, name in zip(values, called(values), strict=True)]
+        for key, values in choices
+    ]
+    found = itertools.product(*pairs)
+    return [("-".join(name for *_, name in one), [(key, value) for key, value, _ in one]) for one in found]
+
+
+def called(values: Sequence[Any]) -> list[str]:
+    """Values in the names of runs: a class or function by its name, a path by its last part if it differs."""
+    whole = [str(getattr(value, "__name__", value)) for value in values]
+    last = [re.split(r"[/\\]", text)[-1] for text in whole]
+    return last if len({*last}) == len({*whole}) else whole
 
 
 def split_at_commas(text: str) -> list[str]:

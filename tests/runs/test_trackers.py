@@ -103,7 +103,8 @@ def expected(folder):
     for line in lines:
         found = {f"accuracy/{name}": value for name, value in line["accuracy"].items()}
         found |= {f"loss/{name}": value for name, value in line["loss"].items()}
-        found |= {f"class_accuracy/{name}": value for name, value in line.get("class_accuracy", {}).items()}
+        for table in ("class_accuracy", "client_accuracy", "test_loss"):
+            found |= {f"{table}/{name}": value for name, value in line.get(table, {}).items()}
         for key in ("bytes_down", "bytes_up", "clients"):
             found |= {f"{key}/{kind}": line[key][kind] for kind in ("full", "partial", "unlabelled")}
         found |= {key: line[key] for key in ("pseudo_label_accuracy", "pseudo_label_share", "seconds")}
