@@ -13,7 +13,7 @@ import torch
 import typer
 
 from fedhassle.cli.main import guarded
-from fedhassle.engine.evaluate import accuracy
+from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, Reply, federate
 from fedhassle.engine.simulator import Message, Simulator
 from fedhassle.engine.trainer import dataset_views
@@ -67,7 +67,7 @@ def measured(method: str, merging: str, attack: float, seed: int, settings: Sequ
             last = [done.state for done in rounds if done.t > chosen.rounds - LAST]
     except DivergedError:
         return 0.0
-    found = [accuracy(built, one, x, y, views).overall[built.headline] for one in last]
+    found = [score(built, one, x, y, views).accuracy[built.headline] for one in last]
     return 100 * statistics.fmean(found)
 
 
