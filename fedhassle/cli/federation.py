@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fedhassle.federation.agreement import Agreement
     from fedhassle.federation.setup.folder import FederationFolder
-    from fedhassle.federation.setup.preflight import Check
+    from fedhassle.federation.setup.reach import Check
     from fedhassle.runs.folder import Folder
 
 # PyTorch and Flower take seconds to load: commands import what they need when they run.
@@ -90,9 +90,10 @@ def node(
     here; what a method keeps between rounds is stored in the folder of the federation.
     """
     require_flower()
-    from fedhassle.federation.agreement import read_agreement
+    from fedhassle.federation.agreement import parsed_address, read_agreement
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.federation.setup.preflight import preflight
+    from fedhassle.federation.setup.reach import awaited_server, only_waits
     from fedhassle.federation.site.supervise import run_node, site_name
 
     require(device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {device!r}")
@@ -102,6 +103,10 @@ def node(
         key = folder.site_key(site)
         checks = preflight(agreement, folder.ca, key, data, labels, expected, progress)
     show_checks(checks)
+    if only_waits(checks):
+        say("waiting for the server; Ctrl-C ends this")
+        checks = awaited_server(checks, parsed_address(agreement.address), folder.ca)
+        show_checks(checks)
     failed = [check.name for check in checks if not check.ok]
     require(not failed, f"{site} cannot join yet ({', '.join(failed)}): see the advice above")
     about = {"data": str(data.resolve()), "labels": str(labels.resolve()) if labels else ""}

@@ -43,10 +43,12 @@ def require_flower() -> None:
     """Checks that Flower is installed, in a version that this package supports."""
     try:
         from fedhassle.federation.setup.preflight import check_versions
+        from fedhassle.federation.setup.proxy import spare_loopback
     except ImportError as error:  # cryptography comes with Flower
         raise UserError(f"a federation needs Flower: pip install 'fedhassle[flower]' ({error})") from error
     found = check_versions()
     require(found.ok, f"{found.said}: {found.advice}")
+    spare_loopback()
 
 
 def init(

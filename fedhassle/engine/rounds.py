@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from fedhassle.data.split.layout import Kind
 from fedhassle.errors import DivergedError
@@ -64,6 +66,23 @@ class Federation(Protocol):
         ...
 
 
+class Required(NamedTuple):
+    """Clients without which there is no round."""
+
+    names: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] = ()  # one client of each
+
+    def lacking(self, clients: Iterable[Client]) -> list[str]:
+        """What is missing among some clients, in words."""
+        there = list(clients)
+        names, kinds = {client.name for client in there}, {client.kind for client in there}
+        words = [name for name in self.names if name not in names]
+        return words + [f"a site of the kind {kind!r}" for kind in self.kinds if kind not in kinds]
+
+
+NOBODY = Required()
+
+
 class Plan(NamedTuple):
     """Length of a run and selection of its clients."""
 
@@ -71,6 +90,7 @@ class Plan(NamedTuple):
     clients_per_round: int = 8  # C
     seed: int = 0
     privacy: Privacy | None = None
+    required: Required = NOBODY
 
 
 class Round(NamedTuple):
@@ -112,8 +132,22 @@ def select(clients: Sequence[Client], plan: Plan, t: int) -> tuple[Client, ...]:
     rng = generator(plan.seed, t, "select")
     if plan.privacy is not None and plan.privacy.rate < 1:
         return drawn_by_chance(clients, plan.privacy.rate, rng)
-    drawn = rng.choice(len(clients), min(plan.clients_per_round, len(clients)), replace=False)
-    return tuple(clients[k] for k in sorted(drawn.tolist()))
+    drawn = rng.choice(len(clients), min(plan.clients_per_round, len(clients)), replace=False).tolist()
+    return tuple(clients[k] for k in sorted(with_required(clients, drawn, plan.required, rng)))
+
+
+def with_required(
+    clients: Sequence[Client], drawn: Sequence[int], required: Required, rng: np.random.Generator
+) -> list[int]:
+    """The drawn clients, of which the last make room for required ones that were not drawn."""
+    first = [k for k, client in enumerate(clients) if client.name in required.names]
+    for kind in required.kinds:
+        able = [k for k, client in enumerate(clients) if client.kind == kind]
+        if able and not set(able) & set(first):
+            already = [k for k in drawn if k in able]
+            first.append(already[0] if already else able[rng.integers(len(able))])
+    others = [k for k in drawn if k not in first]
+    return [*first, *others[: max(0, len(drawn) - len(first))]]
 
 
 def merged(

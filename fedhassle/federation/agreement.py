@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -143,6 +143,7 @@ def _checked_run(run: dict[str, Any]) -> dict[str, Any]:
 
 
 Number = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # whole numbers count
+KindOfSite = Literal["full", "partial", "unlabelled"]
 Side = Annotated[StrictInt, Field(ge=1, le=LARGEST_SIDE)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Seconds = Annotated[Number, Field(gt=0, le=WEEK)]
@@ -188,7 +189,9 @@ class Rules:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     minimum_sites: Annotated[StrictInt, Field(ge=1, le=MOST_SITES)] = 2  # with fewer answers the run stops
     timeout: Seconds = 3600.0  # for a site's answer in a round
-    wait: Seconds = 600.0  # for enough sites at the start
+    wait: Seconds = 600.0  # for enough sites, and for required ones
+    required_sites: tuple[StrictStr, ...] = ()  # names; they take part in every round, or there is none
+    required_kinds: tuple[KindOfSite, ...] = ()  # full, partial, unlabelled: one site of each, likewise
     most_images: Annotated[StrictInt, Field(ge=1, le=MOST_IMAGES)] = 1_000_000  # of each kind that a site has
     largest_share: Annotated[Number, Field(gt=0, le=1)] = (
         0.5  # of the weight in a mean that one site can have

@@ -9,6 +9,7 @@ import numpy as np
 from fedhassle.averaging import Averaged
 from fedhassle.data.catalogue import Dataset, default_entry
 from fedhassle.engine.device import Engine
+from fedhassle.engine.rounds import Required
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.federation.masks.contribution import MaskTerms
@@ -101,6 +102,11 @@ def require_buildable(agreement: Agreement) -> None:
     settings = run_settings(agreement)
     agreed_method(settings, empty_dataset(agreement))
     mask_terms(agreement, settings)
+
+
+def required_in(agreement: Agreement) -> Required:
+    """The sites without which there is no round."""
+    return Required(agreement.rules.required_sites, agreement.rules.required_kinds)
 
 
 def largest_answer(agreement: Agreement) -> int:

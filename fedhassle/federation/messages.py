@@ -44,6 +44,7 @@ class Failure(NamedTuple):
 
     why: str
     lost: bool = False  # the site no longer has what it kept for this run, and can start afresh
+    gone: bool = False  # it has said nothing: its node or its message was lost
 
 
 class Introduction(NamedTuple):
@@ -194,7 +195,7 @@ def failure(why: str, lost: bool = False) -> Payload:
 def answered(payload: Payload | None, error: str) -> Payload | Failure:
     """A site's answer, or the failure that it reports, or the error of the transport."""
     if payload is None:
-        return Failure(readable(error))
+        return Failure(readable(error), gone=True)
     said = payload.words.get("error")
     return payload if said is None else Failure(readable(said), payload.words.get("lost") is True)
 

@@ -54,10 +54,9 @@ class ModelMetadata(BaseModel):
     class_names: tuple[Annotated[str, AfterValidator(class_name)], ...] = Field(min_length=1)
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[PositiveFloat, ...]
-    round: Annotated[int, Field(ge=0)] | None = (
-        None  # of a federation's best model: the round, and the accuracy
-    )
-    validation: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = None  # of each prediction in it
+    # Of the model of a federation's best round: that round, and the accuracy of each prediction in it.
+    round: Annotated[int, Field(ge=0)] | None = None
+    validation: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = None
     intensities: Annotated[str, AfterValidator(checked_rule)] | None = None  # of deep grey images
 
     @model_validator(mode="after")

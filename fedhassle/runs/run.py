@@ -15,7 +15,7 @@ from fedhassle.averaging import Averaged
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
-from fedhassle.engine.rounds import Plan
+from fedhassle.engine.rounds import NOBODY, Plan, Required
 from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
@@ -68,6 +68,7 @@ class Run:
     split: Split
     method: Method
     privacy: Privacy | None = None
+    required: Required = NOBODY
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +77,9 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """Its rounds, clients per round, seed and privacy."""
-        return Plan(self.rounds, self.settings.clients_per_round, self.settings.seed, self.privacy)
+        """Its rounds, clients per round, seed, privacy and required clients."""
+        settings = self.settings
+        return Plan(self.rounds, settings.clients_per_round, settings.seed, self.privacy, self.required)
 
     @property
     def name(self) -> str:

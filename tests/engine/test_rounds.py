@@ -10,7 +10,7 @@ import torch
 
 from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import score
-from fedhassle.engine.rounds import Plan, Reply, federate, select
+from fedhassle.engine.rounds import Plan, Reply, Required, federate, select
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import Alone, FedAvg, FedMatch, Hassle, RSCFed
@@ -243,6 +243,30 @@ def test_selection_is_uniform():
     assert np.abs(np.diag(together) - 400).max() < 4 * 15.5
     pairs = together[~np.eye(20, dtype=bool)]
     assert np.abs(pairs - 1000 * 56 / 380).max() < 4.5 * 11.2
+
+
+def test_required_clients_are_drawn_in_every_round():
+    """Others make room for them, the number stays; all others are drawn about as often."""
+    kinds = [Client(f"client {k}", 10, 5) for k in range(16)]
+    clients = (*kinds, *(Client(f"bare {k}", 0, 5) for k in range(3)), Client("whole", 10, 0))
+    plan = Plan(clients_per_round=4, required=Required(("client 3",), ("unlabelled", "full", "partial")))
+    drawn = [[client.name for client in select(clients, plan, t)] for t in range(1, 400)]
+    for names in drawn:
+        assert len(names) == len(set(names)) == 4 and {"client 3", "whole"} <= set(names)
+        assert any(name.startswith("bare") for name in names)
+        assert names == sorted(names, key=[client.name for client in clients].index)
+    counts = [sum(f"bare {k}" in names for names in drawn) for k in range(3)]
+    assert min(counts) > 90  # of 399 / 3 = 133 ± 9.4
+    few = Plan(clients_per_round=1, required=Required(("client 3", "client 5")))
+    assert [client.name for client in select(clients, few, 1)] == ["client 3", "client 5"]
+    absent = Plan(clients_per_round=4, required=Required(("elsewhere",)))
+    assert select(clients, absent, 1) == select(clients, Plan(clients_per_round=4), 1)
+
+
+def test_what_is_lacking_is_said_in_words():
+    required = Required(("ann", "bob"), ("full", "partial"))
+    assert required.lacking([Client("ann", 5, 0)]) == ["bob", "a site of the kind 'partial'"]
+    assert required.lacking([Client("ann", 5, 0), Client("bob", 5, 5)]) == []
 
 
 # Client memory in the simulator

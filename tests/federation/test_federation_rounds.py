@@ -159,6 +159,52 @@ def test_too_few_answers_stop_the_run_with_what_each_said(tmp_path):
         assert part in str(error.value)
 
 
+def test_a_round_asks_again_for_a_site_that_it_needs(tmp_path, caplog):
+    """Its node was restarted in mid-round: the result is that of a round without trouble."""
+    agreed = terms(required_sites=("client 2",), minimum_sites=2)
+    method, here, transport = federation(tmp_path / "a", "fedavg", agreed=agreed, split=FEW)
+    once = []
+
+    def restarted(answer, payload):
+        if not once:
+            once.append(1)
+            return "its node was restarted (code 5)"
+        return answer(payload)
+
+    transport.behaviour["client 2", "train"] = restarted
+    with caplog.at_level(logging.WARNING, "fedhassle"):
+        (done,) = federate(method, here, Plan(1, 3, 0), method.initial(0))
+    assert "round 1 needs client 2: asking again" in caplog.text
+    _, untroubled, _ = federation(tmp_path / "b", "fedavg", agreed=agreed, split=FEW)
+    (other,) = federate(method, untroubled, Plan(1, 3, 0), method.initial(0))
+    assert small.same(done.state, other.state) and len(done.replies) == 3
+    (merged,) = [event for event in here.audit.read() if event["event"] == "round"]
+    assert merged["failed"] == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"required_sites": ("client 2",)}, "required and missing: client 2"),
+        ({"required_kinds": ("partial",)}, "required and missing: a site of the kind 'partial'"),
+    ],
+)
+def test_a_round_without_a_required_site_is_not_made(rules, why, tmp_path):
+    """It is waited for before the round; if its answer is of no use, the run stops."""
+    partial = {"client 2", "client 3"}
+    method, here, transport = federation(
+        tmp_path, "fedavg", agreed=terms(minimum_sites=1, **rules), split=FEW
+    )
+    transport.gone = partial
+    with pytest.raises(UserError, match=f"too few sites after 120 s: .*{why}"):
+        next(federate(method, here, Plan(3, 3, 0), method.initial(0)))
+    transport.gone = set()
+    for name in partial:
+        transport.behaviour[name, "train"] = changed(lambda made: Payload({"error": "no space left"}))
+    with pytest.raises(UserError, match=f"round 1: {why} .*no space left"):
+        next(federate(method, here, Plan(3, 3, 0), method.initial(0)))
+
+
 def test_a_late_site_is_not_asked_again_before_it_has_answered(tmp_path):
     method, here, transport = federation(tmp_path, "fedavg", split=FEW)
     late = []

@@ -18,6 +18,7 @@ import small
 import tomli_w
 import torch
 from PIL import Image
+from tunnel import Tunnel
 
 import fedhassle
 from fedhassle.data.site.folder import read_site
@@ -34,6 +35,7 @@ from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
 from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
+from fedhassle.federation.setup.proxy import spare_loopback
 from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
 from fedhassle.settings.build import build_method, build_net
@@ -42,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
 LIMIT = 600.0  # seconds to wait for anything
 SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
-ROGUE = "partial"
+ROGUE, PROXIED = "partial", "unlabelled"
 LATE = "unlabelled"  # a folder of images, whose labels come later
 
 
@@ -67,6 +69,7 @@ class Deployment:
         self.files = create_federation(agreement(self.address), folder / "federation")
         self.stack, self.server, self.nodes = ExitStack(), ExitStack(), {}
         self.stack.enter_context(self.server)
+        self.tunnel = self.stack.enter_context(Tunnel())
         rng = np.random.default_rng(0)
         centres = rng.integers(60, 196, (4, 28, 28, 1))
         for name, labelled in SITES.items():
@@ -94,7 +97,10 @@ class Deployment:
         return list(host.apply_admissions(host.link_of(self.files), admitted(self.files.path)))
 
     def start_node(self, name, known_as=None):
-        """Starts a node as `fedhassle federation node` does; that of ROGUE misbehaves when told."""
+        """Starts a node as `fedhassle federation node` does; that of ROGUE misbehaves when told.
+
+        That of PROXIED has a proxy on its way to the server.
+        """
         config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
         about = {"site": name, "data": str(self.data(name)), "file": str(self.files.agreement)}
         config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
@@ -103,7 +109,15 @@ class Deployment:
         if name == ROGUE:
             command[2] = "rogue"
         log = self.folder / f"{known_as}.log"
-        return self.stack.enter_context(processes.running(command, self.folder / "flwr", log))
+        with pytest.MonkeyPatch.context() as patch:
+            if name == PROXIED:
+                command = [word.replace(self.address, f"localhost:{self.port}") for word in command]
+                for variable in ("HTTPS_PROXY", "HTTP_PROXY"):
+                    patch.setenv(variable, self.tunnel.url)
+                for variable in ("NO_PROXY", "no_proxy"):
+                    patch.setenv(variable, "")
+                spare_loopback()
+            return self.stack.enter_context(processes.running(command, self.folder / "flwr", log))
 
     def ensure_nodes(self):
         for name in SITES:
@@ -198,6 +212,7 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     assert_close(deployment.folder / "equal" / "model.safetensors", simulated(deployment, 3))
     rounds = deployment.events("equal", "round")
     assert [event["contributed"] for event in rounds] == [sorted(SITES)] * 3
+    assert set(deployment.tunnel.targets) == {f"localhost:{deployment.port}"}
     (line,) = small.metrics_of(deployment.folder / "equal")
     assert set(line["sites"]) == {"full", "partial"}  # a site without labels cannot evaluate
 

@@ -1,6 +1,8 @@
 """The checks of a site before it joins, against right and wrong servers on this machine."""
 
+import base64
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -10,12 +12,14 @@ from email.utils import format_datetime
 
 import pytest
 from PIL import Image
+from tunnel import Tunnel
 
 pytest.importorskip("cryptography")
 
 from fedhassle.federation.agreement import Address, Agreement, DataTerms, agreement_hash
-from fedhassle.federation.setup import keys
+from fedhassle.federation.setup import keys, proxy, reach
 from fedhassle.federation.setup import preflight as checks
+from fedhassle.federation.setup.reach import Check
 from fedhassle.provenance import own_code
 
 TERMS = DataTerms(("cat", "dog"), 16, 16, 1, (0.0,), (1.0,), flip=True, crop=1)
@@ -83,7 +87,7 @@ def closed_port():
 
 
 def server_checks(address, ca):
-    found = checks.check_server(address, ca, TIMEOUT)
+    found = reach.check_server(address, ca, TIMEOUT)
     assert [check.name for check in found] == ["address", "certificate", "clock"]
     assert all(check.ok or check.advice or check.said.startswith("not tried") for check in found)
     return found
@@ -106,6 +110,91 @@ def test_a_server_that_sends_no_time_passes(papers):
         with serving(answer, papers) as address:
             clock = server_checks(address, papers.ca)[2]
         assert clock.ok and "not checked" in clock.said
+
+
+# By way of a proxy
+
+
+@pytest.fixture
+def through(monkeypatch):
+    """Sets the proxy of this process."""
+
+    def use(url, spared=""):
+        for name, value in (("HTTPS_PROXY", url), ("NO_PROXY", spared)):
+            monkeypatch.setenv(name, value)
+            monkeypatch.setenv(name.lower(), value)
+
+    return use
+
+
+def test_a_server_behind_a_proxy_passes(papers, through):
+    with serving(http(datetime.now(UTC)), papers) as address, Tunnel() as tunnel:
+        through(tunnel.url)
+        reached, certificate, clock = server_checks(address, papers.ca)
+        assert reached.ok and certificate.ok and clock.ok and "by way of the proxy" in reached.said
+        assert set(tunnel.targets) == {f"{address.host}:{address.port}"}
+        through(tunnel.url, spared=address.host)
+        before = len(tunnel.targets)
+        assert all(check.ok for check in server_checks(address, papers.ca)) and len(tunnel.targets) == before
+
+
+def test_a_proxy_that_demands_a_password(papers, through):
+    words = base64.b64encode(b"me:a:b").decode()
+    with serving(http(), papers) as address, Tunnel(demand=f"Basic {words}") as tunnel:
+        through(tunnel.url)
+        reached = server_checks(address, papers.ca)[0]
+        assert not reached.ok and "407" in reached.said and "NO_PROXY" in reached.advice
+        through(tunnel.url.replace("http://", "http://me:a%3Ab@"))
+        reached = server_checks(address, papers.ca)[0]
+        assert reached.ok and "a:b" not in reached.said and "a%3Ab" not in reached.said
+
+
+def test_a_proxy_that_does_not_help_is_named(papers, through):
+    with Tunnel(refuse=True) as tunnel:
+        through(tunnel.url)
+        reached = server_checks(Address("fl.example.org", 8443), papers.ca)[0]
+    assert not reached.ok and "does not connect to fl.example.org:8443" in reached.said
+    assert "allow CONNECT to fl.example.org:8443" in reached.advice
+    host, port = closed_port()
+    through(f"http://{host}:{port}")
+    reached = server_checks(Address("fl.example.org", 8443), papers.ca)[0]
+    assert not reached.ok and f"the proxy {host}:{port} (HTTPS_PROXY) cannot be reached" in reached.said
+    through("socks5://127.0.0.1:1")
+    reached = server_checks(Address("fl.example.org", 8443), papers.ca)[0]
+    assert not reached.ok and "expected http://HOST:PORT" in reached.said
+
+
+def test_a_certificate_behind_a_proxy_is_explained(papers, through, tmp_path):
+    """The certificate of another authority, seen through the tunnel."""
+    keys.make_ca(tmp_path / "ca.key", tmp_path / "ca.crt", "other")
+    with serving(http(), papers) as address, Tunnel() as tunnel:
+        through(tunnel.url)
+        certificate = server_checks(address, tmp_path / "ca.crt")[1]
+    assert not certificate.ok and "is not signed by" in certificate.said
+
+
+def test_programs_of_one_machine_avoid_the_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "a.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    for _ in range(2):
+        proxy.spare_loopback()
+        assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "a.org,127.0.0.1,::1"
+
+
+# A server that is started later
+
+
+def test_a_node_waits_for_its_server_only_if_nothing_else_is_wrong(papers):
+    sound, away = Check("key", True, "fine"), reach.check_server(Address(*closed_port()), papers.ca, TIMEOUT)
+    assert reach.only_waits([sound, *away])
+    assert not reach.only_waits([sound]) and not reach.only_waits([sound._replace(ok=False), *away])
+    with serving(http(), papers) as address:
+        other = reach.check_server(address, papers.ca.parent / "none", TIMEOUT)
+        assert not reach.only_waits([sound, *other])  # it answers, but not as it should
+        looks = []
+        found = reach.awaited_server([sound, *away], address, papers.ca, looks.append)
+    assert looks == [reach.AGAIN] and found[0] == sound and all(check.ok for check in found)
+    assert [check.name for check in found] == ["key", "address", "certificate", "clock"]
 
 
 def test_no_server_at_the_port(papers):
@@ -217,7 +306,7 @@ def test_a_clock_that_differs_from_the_servers(papers):
 def test_the_clock_may_differ_as_much_as_flower_allows(seconds, ok):
     """A site ahead of the server by more than 5 seconds, or behind by more than 305, is refused by Flower."""
     now = datetime(2030, 1, 1, 12, 0, 0, 500_000, UTC)
-    clock = checks.judged_clock(format_datetime(now - timedelta(seconds=seconds), usegmt=True), now)
+    clock = reach.judged_clock(format_datetime(now - timedelta(seconds=seconds), usegmt=True), now)
     assert clock.ok is ok
     if not ok:
         side = "ahead of" if seconds > 0 else "behind"
@@ -229,8 +318,8 @@ def test_the_clock_may_differ_as_much_as_flower_allows(seconds, ok):
 
 def test_the_limits_of_the_clock_are_flowers_own():
     constant = pytest.importorskip("flwr.common.constant")
-    assert checks.AHEAD.seconds <= constant.SYSTEM_TIME_TOLERANCE
-    assert checks.BEHIND.seconds <= constant.TIMESTAMP_TOLERANCE + constant.SYSTEM_TIME_TOLERANCE
+    assert reach.AHEAD.seconds <= constant.SYSTEM_TIME_TOLERANCE
+    assert reach.BEHIND.seconds <= constant.TIMESTAMP_TOLERANCE + constant.SYSTEM_TIME_TOLERANCE
 
 
 @pytest.mark.parametrize(

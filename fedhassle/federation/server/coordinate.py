@@ -24,6 +24,7 @@ from fedhassle.federation.build import (
     agreed_privacy,
     empty_dataset,
     mask_terms,
+    required_in,
     settings_in,
     with_settings_of,
 )
@@ -129,7 +130,13 @@ def prepared(folder: Folder, agreement: Agreement) -> Run:
     require_installed(settings.track or ())
     method = agreed_method(settings, dataset)
     privacy = agreed_privacy(settings, method)
-    return Run(folder, with_settings_of(method, settings), dataset, Split((), ()), method, privacy)
+    built, required = with_settings_of(method, settings), required_in(agreement)
+    require(
+        privacy is None or privacy.rate >= 1 or not any(required),
+        "required_sites and required_kinds do not go with privacy, which counts on sites that are drawn by "
+        "chance: let all sites take part in each round (clients_per_round), or remove them from [rules]",
+    )
+    return Run(folder, built, dataset, Split((), ()), method, privacy, required)
 
 
 def with_lost_rounds(run: Run, audit: Audit, t: int) -> Run:

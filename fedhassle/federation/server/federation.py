@@ -28,6 +28,7 @@ from fedhassle.vectors import Arrays
 log = logging.getLogger("fedhassle")
 
 CPU = torch.device("cpu")
+MOST_REPEATS = 3  # times that a round waits for sites that it needs, and asks them again
 
 
 class FlowerFederation:
@@ -68,32 +69,32 @@ class FlowerFederation:
         known = {client.name: self.transfer.known(client.name, least, t) for client, _ in messages}
         down = {client.name: sent(message, known[client.name], least) for client, message in messages}
         payloads = {name: self._payload(name, down[name], known[name], t) for name in down}
-        answers = self.sites.ask("train", payloads, f"round {t}")
+        clients = {client.name: client for client, _ in messages}
+        answers = self._answers(payloads, clients, t)
         updates: dict[str, Update] = {}
         failed: dict[str, str] = {}
-        for client, _ in messages:
+        for name, client in clients.items():
             try:
-                updates[client.name] = self._update(
-                    method, client, down[client.name], answers[client.name], t
-                )
+                updates[name] = self._update(method, client, down[name], answers[name], t)
             except RefusedError as refused:
-                failed[client.name] = str(refused)
+                failed[name] = str(refused)
         arrived = {name: message.arrays for name, message in down.items()}
         found = bounded(method, updates, arrived, self._changes, self.rules)
         failed |= found.refused
         self._record(found, failed, t)
         replies = self._replies(method, found, updates, down, t)
-        self._require_enough(len(replies), len(messages), failed, t)
+        self._require_enough([reply.update.client for reply in replies], clients, failed, t)
         return replies
 
-    def _require_enough(self, answered: int, asked: int, failed: Mapping[str, str], t: int) -> None:
-        """Raises if fewer sites answered correctly than the rules demand."""
-        needed = min(self.sites.rules.minimum_sites, asked)
-        if answered < needed:
+    def _require_enough(
+        self, answered: Sequence[Client], asked: Mapping[str, Client], failed: Mapping[str, str], t: int
+    ) -> None:
+        """Raises if fewer sites answered correctly than the rules demand, or a required one did not."""
+        short = self._short_of(answered, asked)
+        if short:
             said = "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise UserError(
-                f"round {t}: {answered} of at least {needed} sites answered correctly ({said}); earlier "
-                "rounds are saved: fix this and resume the run"
+                f"round {t}: {short} ({said}); earlier rounds are saved: fix this and resume the run"
             )
 
     def _train_masked(
@@ -117,7 +118,8 @@ class FlowerFederation:
         self._merged |= dict.fromkeys(done.contributed, t)
         unknown: dict[str, Changes] = {name: {} for name in done.contributed}  # what each of them changed
         self._record(Bounded({}, unknown, {}, {}), done.failed, t)
-        self._require_enough(len(done.contributed), len(messages), done.failed, t)
+        asked = {client.name: client for client in clients}
+        self._require_enough([asked[name] for name in done.contributed], asked, done.failed, t)
         replies = tuple(
             Reply(
                 Update(client, {}, samples_by_name(method.phases(client, t), client), {}),
@@ -128,6 +130,30 @@ class FlowerFederation:
         )
         mean = Update(Client("sum", 0, 0), done.means, dict.fromkeys(done.means, 1), {})
         return Averages(replies, (True,) * len(replies), (mean,))
+
+    def _answers(self, payloads: Mapping[str, Payload], clients: Mapping[str, Client], t: int) -> Answers:
+        """The answers of the sites; if the round needs one that was lost, it waits and asks again."""
+        answers = self.sites.ask("train", payloads, f"round {t}")
+        for _ in range(MOST_REPEATS):
+            silent = [name for name, answer in answers.items() if isinstance(answer, Failure) and answer.gone]
+            if not silent or not self._short_of(
+                [clients[name] for name in clients if not isinstance(answers[name], Failure)], clients
+            ):
+                break
+            there = self.sites.gather(self.sites.rules.minimum_sites)
+            again = {name: payloads[name] for name in silent if name in there}
+            log.warning("round %d needs %s: asking again", t, ", ".join(again) or "more sites")
+            answers |= self.sites.ask("train", again, f"round {t}")
+        return answers
+
+    def _short_of(self, answered: Sequence[Client], asked: Mapping[str, Client]) -> str:
+        """What a round lacks, in words, with these answers; empty if it can be completed."""
+        needed, required = min(self.sites.rules.minimum_sites, len(asked)), self.sites.required
+        if len(answered) < needed:
+            return f"{len(answered)} of at least {needed} sites answered correctly"
+        idle = required.lacking(asked.values())  # the method has no work for them
+        missing = [words for words in required.lacking(answered) if words not in idle]
+        return f"required and missing: {', '.join(missing)}" if missing else ""
 
     def _payload(self, name: str, message: Arrived, known: Arrays, t: int) -> Payload:
         """The message to a site: the vectors, and the round of its own that it continues from."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, agreement_hash
-from fedhassle.federation.build import own_code_in
+from fedhassle.federation.build import own_code_in, required_in
 from fedhassle.federation.flower.transport import ConnectedNode, SiteRequest, Transport
 from fedhassle.federation.messages import (
     LONGEST_NAME,
@@ -62,6 +62,7 @@ class Sites:
     ) -> None:
         self.transport, self.rules, self.audit = transport, agreement.rules, audit
         self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
+        self.required = required_in(agreement)
         self.coarse_counts = agreement.data.coarse_counts
         self.clock = Clock() if clock is None else clock
         self.joined: dict[str, JoinedSite] = {}
@@ -83,11 +84,12 @@ class Sites:
         """
         self.refresh()
         began = told = self.clock.now()
-        while len(self.free) < wanted or (self._asked and self.clock.now() - began < patience):
+        while self._lacks(wanted) or (self._asked and self.clock.now() - began < patience):
             if self.clock.now() - began > self.rules.wait:
                 raise UserError(
                     f"too few sites after {self.rules.wait:.0f} s: {self._state(wanted)}; start the missing "
-                    "nodes, or lower minimum_sites under [rules] in federation.toml, and resume the run"
+                    "nodes, or change minimum_sites or required_sites under [rules] in federation.toml, and "
+                    "resume the run"
                 )
             if self.clock.now() - told >= LOG_EVERY:
                 told = self.clock.now()
@@ -95,6 +97,14 @@ class Sites:
             self.clock.pause(POLL)
             self.refresh()
         return self.free
+
+    def _lacks(self, wanted: int) -> bool:
+        """True while too few sites are free, or a required one is not."""
+        return len(self.free) < wanted or bool(self.lacking())
+
+    def lacking(self) -> list[str]:
+        """The required sites, and kinds of site, that are not free."""
+        return self.required.lacking(said.client for said in self.free.values())
 
     def refresh(self) -> None:
         """Notes the sites that left, and asks new nodes to introduce themselves. Does not wait."""
@@ -222,6 +232,8 @@ class Sites:
     def _state(self, wanted: int) -> str:
         late = sorted(set(self._late.values()))
         words = [f"{len(self.free)} of at least {wanted} are online ({', '.join(self.free) or 'none'})"]
+        missing = self.lacking()
+        words += [f"required and missing: {', '.join(missing)}"] if missing else []
         words += [f"{len(self._asked)} have not introduced themselves"] if self._asked else []
         words += [f"still busy with an earlier round: {', '.join(late)}"] if late else []
         return "; ".join(words)
@@ -235,12 +247,14 @@ class Sites:
     def ask(self, kind: str, payloads: Mapping[str, Payload], group: str) -> Answers:
         """Sends a request to each site and waits for the answers; failures stand for missing ones."""
         names = [name for name in payloads if name in self.joined]
-        answers: Answers = {name: Failure("it has left") for name in payloads if name not in self.joined}
+        answers: Answers = {
+            name: Failure("it has left", gone=True) for name in payloads if name not in self.joined
+        }
         requests = [self._request(kind, name, payloads[name], group) for name in names]
         waiting: dict[str, str] = {}
         for name, request in zip(names, self.transport.push(requests), strict=True):
             if request is None:
-                answers[name] = Failure("the message could not be sent")
+                answers[name] = Failure("the message could not be sent", gone=True)
             else:
                 waiting[request] = name
         began = checked = self.clock.now()
@@ -255,7 +269,7 @@ class Sites:
                 checked = self.clock.now()
                 for request in self._gone(waiting, absent, checked):
                     self._late[request] = name = waiting.pop(request)
-                    answers[name] = Failure(GONE)
+                    answers[name] = Failure(GONE, gone=True)
             if waiting and self.clock.now() > deadline:
                 self._late |= waiting
                 late = Failure(f"it did not answer within {self.rules.timeout:g} s (rules.timeout)")
