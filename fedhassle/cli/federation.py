@@ -1,9 +1,8 @@
-"""`fedhassle federation server`, `node`, `run` and `status`: run a federation that is set up."""
+"""`fedhassle federation node`, `run` and `status`: run a federation that is set up."""
 
 from __future__ import annotations
 
 import shlex
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhassle import terminal
-from fedhassle.cli.federation_setup import FOLDER, AgreementHash, SiteImages, require_flower
+from fedhassle.cli.federation_setup import FOLDER, AgreementHash, Coordinators, SiteImages, require_flower
 from fedhassle.cli.options import Labels
 from fedhassle.cli.train import show_result
 from fedhassle.errors import UserError, require
@@ -34,41 +33,7 @@ if TYPE_CHECKING:
 console = Console()
 say = partial(terminal.say, console)
 
-Coordinators = Annotated[Path, typer.Argument(help="Folder of the federation, at the coordinator.")]
-FEW = 10  # runs shown by `status`
 STOPPED = 130  # exit code after Ctrl-C
-
-
-def server(folder: Coordinators = FOLDER) -> None:
-    """Run the server of a federation until Ctrl-C.
-
-    Only admitted sites may connect; `admit` and `expel` take effect while the server runs. It listens on the
-    port of the address in federation.toml; no other port needs to be open.
-    """
-    require_flower()
-    from fedhassle.federation.agreement import read_agreement
-    from fedhassle.federation.build import require_buildable
-    from fedhassle.federation.server.host import server_log
-    from fedhassle.federation.server.keep import keep_server
-    from fedhassle.federation.setup.admission import admitted
-    from fedhassle.federation.setup.folder import federation_folder
-
-    found = federation_folder(folder)
-    agreement = read_agreement(found.agreement)
-    require_buildable(agreement)  # runs import their method in this process
-
-    def ready() -> None:
-        say(f"{agreement.name}: ready at {agreement.address}; log in {server_log(found)}")
-        if not admitted(found.path):
-            say("no site is admitted yet: fedhassle federation admit NAME NAME.pub")
-
-    try:
-        with interruptible():
-            end_with_parent()
-            for line in keep_server(found, ready):
-                say(f"{datetime.now():%H:%M:%S} {line}")
-    except KeyboardInterrupt:
-        say("the server has stopped")
 
 
 def node(
@@ -253,33 +218,22 @@ def follow_run(
 def status(folder: Coordinators = FOLDER) -> None:
     """Show the admitted sites, which are connected, and the latest runs."""
     require_flower()
-    from fedhassle.federation.agreement import agreement_hash, read_agreement
-    from fedhassle.federation.flower.logs import last_warnings
-    from fedhassle.federation.server import host
-    from fedhassle.federation.server.audit import Audit
-    from fedhassle.federation.server.host import link_of, online_sites, server_log
-    from fedhassle.federation.setup.admission import admitted
+    from fedhassle.federation.server.status import read_status
     from fedhassle.federation.setup.folder import federation_folder
-    from fedhassle.runs.folder import Folder
 
-    found = federation_folder(folder)
-    agreement, sites, link = read_agreement(found.agreement), admitted(found.path), link_of(found)
-    say(f"{agreement.name} at {agreement.address}, agreement {agreement_hash(agreement)}")
-    up = host.is_ready(link)
-    there, runs = (online_sites(link, sites), host.runs(link)[:FEW]) if up else (set[str](), [])
-    refused = Audit(Folder(Path(runs[0].folder)).audit).refused() if runs else {}
-    for name, site in sites.items():
-        why = f"; refused by the last run: {refused[name]}" if name in refused else ""
-        say(f"  {name:20} {'here' if name in there else 'not here':8}  admitted {site.since[:10]}{why}")
-    if not sites:
+    found = read_status(federation_folder(folder))
+    say(f"{found.name} at {found.address}, agreement {found.agreed}")
+    for site in found.sites:
+        why = f"; refused by the last run: {site.refused}" if site.refused else ""
+        say(f"  {site.name:20} {'here' if site.online else 'not here':8}  admitted {site.since[:10]}{why}")
+    if not found.sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
-    if not up:
+    if not found.up:
         say("the server is not running: start it with fedhassle federation server")
         return
-    for one in runs:
+    for one in found.runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")
-    troubles = last_warnings(server_log(found), FEW)
-    if troubles:
+    if found.warnings:
         say("what the server had to deal with lately:")
-    for line in troubles:
+    for line in found.warnings:
         say(f"  {line}")

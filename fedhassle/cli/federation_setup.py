@@ -29,6 +29,7 @@ say = partial(terminal.say, console)
 Federation = Annotated[
     Path, typer.Option("--federation", help="Folder of the federation, at the coordinator.")
 ]
+Coordinators = Annotated[Path, typer.Argument(help="Folder of the federation, at the coordinator.")]
 SiteImages = Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")]
 AgreementHash = Annotated[
     str | None, typer.Option("--hash", help="Hash that the coordinator told you (default: not checked).")

@@ -63,8 +63,8 @@ class Address(NamedTuple):
     port: int
 
 
-def parsed_address(address: str) -> Address:
-    """Splits `host:port`; an IPv6 address stands in brackets."""
+def parsed_address(address: str, listening: bool = False) -> Address:
+    """Splits `host:port`; an IPv6 address stands in brackets. To listen, 0.0.0.0 means every network."""
     match = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]\s/]+)):(?P<port>\d{1,5})", address)
     if match is None:
         raise UserError(f"{address!r} is not an address: expected host:port, such as fl.example.org:8443")
@@ -76,7 +76,7 @@ def parsed_address(address: str) -> Address:
         require(not match["six"], f"{address!r} is not an address: brackets are for IPv6, such as [::1]:8443")
     else:
         require(
-            not number.is_unspecified,
+            listening or not number.is_unspecified,
             f"{address!r} means every network of a machine: give the address that sites connect to",
         )
     return Address(host, port)

@@ -550,5 +550,7 @@ def test_the_demo_trains_a_model_and_leaves_no_process(tmp_path):
         for path in place.rglob("*.key"):
             assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "demo" / "coordinator" / "server").stat().st_mode & 0o777 == 0o700
+    said = (tmp_path / "demo" / "coordinator" / "server.out").read_text("utf-8")
+    assert "status   http://127.0.0.1:" in said or "no status page at http://127.0.0.1:" in said
     commands = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
     assert not [words for words in commands if marker in " ".join(words)]

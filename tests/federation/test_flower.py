@@ -7,6 +7,8 @@ import socket
 import sqlite3
 import ssl
 import time
+import urllib.error
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,11 +29,19 @@ from fedhassle.data.split.split import Split
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
-from fedhassle.federation.agreement import Agreement, DataTerms, Rules, read_agreement, write_agreement
+from fedhassle.federation.agreement import (
+    Address,
+    Agreement,
+    DataTerms,
+    Rules,
+    read_agreement,
+    write_agreement,
+)
 from fedhassle.federation.build import dataset_of, run_settings
 from fedhassle.federation.flower import logs, process_tree, processes
 from fedhassle.federation.server import host, keep
 from fedhassle.federation.server.host import register, registered, runs, stop
+from fedhassle.federation.server.monitor import monitoring
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
 from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
@@ -386,6 +396,7 @@ def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deploym
     deployment.until("late", lambda: "'z' is not one of the classes" in log.read_text(), "the complaint")
     label_late(deployment, "a")
     deployment.until("late", lambda: deployment.events("late", "relabelled"), "the new count")
+    see_status(deployment)
     (event,) = deployment.events("late", "relabelled")
     assert [event[key] for key in ("site", "labelled", "unlabelled", "validation")] == [LATE, 20, 20, 0]
     last = deployment.events("late", "done")[-1]["round"]
@@ -394,6 +405,27 @@ def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deploym
     wait_until_free(deployment.folder / "late", LIMIT)
     assert all(e["contributed"] == sorted(SITES) for e in deployment.events("late", "round"))
     assert "trained w_S" in log.read_text()
+
+
+def see_status(deployment):
+    """The metrics of a server that trains: all sites are online, rounds pass, and the new labels count."""
+    with monitoring(deployment.files, Address("127.0.0.1", 0), "EM") as monitor:
+        place = f"http://127.0.0.1:{monitor.server_address[1]}"
+
+        def shown(line):
+            try:
+                return line in urllib.request.urlopen(f"{place}/metrics").read().decode()
+            except urllib.error.HTTPError:  # not ready yet
+                return False
+
+        for line in (
+            *(f'fedhassle_site_online{{site="{name}"}} 1.0\n' for name in SITES),
+            *("fedhassle_up 1.0\n", "fedhassle_run_active 1.0\n", "fedhassle_run_rounds 1000.0\n"),
+            f'fedhassle_site_images{{site="{LATE}",use="labelled"}} 20.0\n',
+        ):
+            deployment.until("late", lambda line=line: shown(line), line)
+        page = urllib.request.urlopen(place).read().decode()
+        assert "The server answers" in page and page.count("online</span>") == len(SITES)
 
 
 def label_late(deployment, label):

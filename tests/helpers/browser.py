@@ -108,13 +108,15 @@ class Page:
         return answer
 
     def show(self, path, width=1200, height=900, dark=False, media=""):
-        """Opens a file in a window of that size."""
+        """Opens a file or an address in a window of that size."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         phone = {"deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, **phone)
         self.events.clear()
-        self.call("Page.navigate", url=Path(path).resolve().as_uri())
+        address = str(path)
+        address = address if address.startswith("http:") else Path(path).resolve().as_uri()
+        self.call("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.receive()
 

@@ -19,11 +19,6 @@ class Audit(AuditLog):
         """The path of the run's test images, as last given; empty if it has none."""
         return next((str(event["test"]) for event in reversed(self.read()) if event.get("test")), "")
 
-    def refused(self) -> dict[str, str]:
-        """The reasons by site, for the sites that were refused the last time they connected."""
-        last = {event["site"]: event for event in self.read() if event["event"] in ("joined", "refused")}
-        return {name: event["why"] for name, event in last.items() if event["event"] == "refused"}
-
     def contributors(self) -> dict[int, list[str]]:
         """The sites whose updates were merged, by round."""
         return {n: event["contributed"] for n, event in self._rounds().items()}
