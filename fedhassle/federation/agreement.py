@@ -52,6 +52,7 @@ SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")
 SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site chooses these for itself
 MOST_SITES = 1_000_000
 MOST_IMAGES = 10**12
+FEWEST_OF_A_CLASS = 10  # with fewer images a rate tells how many there are
 WEEK = 7 * 24 * 3600
 CLOSED = ConfigDict(extra="forbid")  # no unknown keys
 
@@ -170,6 +171,9 @@ class DataTerms:
     # How grey images of more than 8 bits become 0 … 255: N bits, a window or percentiles; None: 16 bits.
     intensities: Annotated[StrictStr, AfterValidator(_checked_intensities)] | None = None
 
+    # Sites report AUROC, calibration, and recall of classes with so many validation images; None: nothing.
+    class_figures: Annotated[StrictInt, Field(ge=FEWEST_OF_A_CLASS)] | None = None
+
     @property
     def form(self) -> ImageForm:
         """The form that a site's images are converted to."""
@@ -193,9 +197,7 @@ class Rules:
     required_sites: tuple[StrictStr, ...] = ()  # names; they take part in every round, or there is none
     required_kinds: tuple[KindOfSite, ...] = ()  # full, partial, unlabelled: one site of each, likewise
     most_images: Annotated[StrictInt, Field(ge=1, le=MOST_IMAGES)] = 1_000_000  # of each kind that a site has
-    largest_share: Annotated[Number, Field(gt=0, le=1)] = (
-        0.5  # of the weight in a mean that one site can have
-    )
+    largest_share: Annotated[Number, Field(gt=0, le=1)] = 0.5  # of the weight in a mean, that one site has
     clip_above: NotNegative = 10.0  # times the usual change: a larger one is clipped; 0: none is
     refuse_above: NotNegative = 100.0  # times the usual change: a larger one is refused; 0: none is
     worst_drop: Annotated[Number, Field(gt=0, le=1)] = 0.3  # of accuracy: a larger one undoes rounds

@@ -68,6 +68,8 @@ def model_card(summary: Metrics, about: Mapping[str, Any]) -> str:
     tables, tested = [table(summary)], on_test_images(summary)
     if tested is not None:
         tables += ["On the coordinator's test images:", table(tested)]
+    if by_site := summary["history"][-1].get("sites"):
+        tables += [about_sites(summary), site_table(by_site, summary["headline"])]
     if summary.get(BY_CLASS):
         tables += [about_classes(summary), class_table(summary[BY_CLASS])]
     return PAGE.format(
@@ -124,6 +126,38 @@ def class_table(found: Mapping[str, float | None]) -> str:
     return "\n".join(["| class | accuracy |", "|---|---|", *rows])
 
 
+def about_sites(summary: Metrics) -> str:
+    """The line above the table of sites."""
+    more = "AUROC: mean over classes, each against the rest; ECE: calibration error; recall by class. "
+    known = any("recall" in site for site in summary["history"][-1]["sites"].values())
+    return (
+        f"Each site's own figures with {cell(summary['headline'])} at the last evaluation, as the sites "
+        f"report them ((…): 95 % interval). {more if known else ''}Few validation images tell little."
+    )
+
+
+def site_table(found: Mapping[str, Mapping[str, Any]], headline: str) -> str:
+    """The figures of each site; of many sites those of the least accuracy."""
+    worst = sorted(found, key=lambda name: found[name]["accuracy"][headline])[:MOST_NAMES]
+    shown = {name: found[name] for name in found if name in worst}
+    known = any("recall" in site for site in shown.values())
+    heading = ["site", "images", "accuracy %", *(["AUROC", "ECE", "recall %"] if known else [])]
+    rows = [site_row(name, site, headline)[: len(heading)] for name, site in shown.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *rows])
+
+
+def site_row(name: str, site: Mapping[str, Any], headline: str) -> list[str]:
+    """A row of the table of sites; – for what a site does not report."""
+    interval, area = site.get("accuracy_95"), site.get("auroc")
+    low_high = f" ({100 * interval[0]:.0f} – {100 * interval[1]:.0f})" if interval else ""
+    recall = [f"{cell(label)} {100 * share:.0f}" for label, share in site.get("recall", {}).items()]
+    return [
+        *(cell(name), f"{site['count']:,}", f"{100 * site['accuracy'][headline]:.1f}{low_high}"),
+        *("–" if area is None else f"{area:.2f}", f"{site['ece']:.2f}" if "ece" in site else "–"),
+        some_of(recall, MOST_NAMES) or "–",
+    ]
+
+
 def is_federation(summary: Mapping[str, Any]) -> bool:
     """True for the summary of a real federation, which names its sites."""
     return "sites" in summary
@@ -162,7 +196,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1{deep_images(about)}",
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
-        "sites": sites(about["sites"]) + idle_sites(summary),
+        "sites": sites(about["sites"], is_federation(summary)) + idle_sites(summary),
         "split": split(summary),
         "rounds": f"{summary['rounds']}, {sites_per_round(summary)}",
         **privacy(summary),
@@ -185,14 +219,15 @@ def privacy(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def sites(counts: Mapping[str, int]) -> str:
-    """The number of sites and of their images."""
+def sites(counts: Mapping[str, int], reported: bool = False) -> str:
+    """The number of sites and of their images; the latter may only be what the sites report."""
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     samples = f"{counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
     people = f", of {counts['patients']:,} patients" if "patients" in counts else ""
     known, everyone = counts.get("sites_with_patients", 0), sum(counts[kind] for kind in KINDS)
     of_some = f" at the {known} sites that know them" if people and known < everyone else ""
-    return f"{everyone} ({kinds}); {samples}{people}{of_some}"
+    source = "by their own count, which nobody has verified, " if reported else ""
+    return f"{everyone} ({kinds}); {source}{samples}{people}{of_some}"
 
 
 def deep_images(about: Mapping[str, Any]) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from typing import Any
-
 from fedhassle.federation.audit_log import AuditLog, Event
-from fedhassle.federation.messages import PATIENTS
 
 SERVER_ENDED = "the server's process has ended"  # why a run has stopped
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
@@ -66,21 +62,3 @@ class Audit(AuditLog):
         """The last round up to t in which each site's update was merged."""
         merged = self.contributors()
         return {name: n for n in sorted(merged) if n <= t for name in merged[n]}
-
-
-def participation(audit: Audit) -> dict[str, Any]:
-    """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
-    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
-    by_round = list(audit.contributors().values())
-    sites = {
-        name: {
-            "labelled": joined[name]["labelled"],
-            "unlabelled": joined[name]["unlabelled"],
-            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
-            "rounds": sum(name in names for names in by_round),
-        }
-        for name in sorted(joined)
-    }
-    counts = [len(names) for names in by_round] or [0]
-    per_round = {"least": min(counts), "most": max(counts), "mean": statistics.fmean(counts)}
-    return {"sites": sites, "sites_per_round": per_round}

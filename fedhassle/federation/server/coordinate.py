@@ -31,8 +31,8 @@ from fedhassle.federation.build import (
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
-from fedhassle.federation.server.audit import SERVER_ENDED, Audit, participation
-from fedhassle.federation.server.evaluator import Evaluator, Images, best_so_far
+from fedhassle.federation.server.audit import SERVER_ENDED, Audit
+from fedhassle.federation.server.evaluator import Evaluator, Images, best_so_far, participation
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
 from fedhassle.files import locked, write_text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+import statistics
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from fedhassle.data.views import make_views
 from fedhassle.engine.evaluate import Scores, score
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
-from fedhassle.federation.server.audit import participation
+from fedhassle.federation.messages import PATIENTS
+from fedhassle.federation.server.audit import COUNTED, Audit
 from fedhassle.federation.server.bounds import drop
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.runs.about import about_model
@@ -129,3 +131,21 @@ def best_so_far(folder: Folder) -> BestRound | None:
         return BestRound(words["round"], accuracy) if words["headline"] in accuracy else None
     except (DamagedError, KeyError, TypeError, AttributeError):
         return None
+
+
+def participation(audit: Audit) -> dict[str, Any]:
+    """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
+    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
+    by_round = list(audit.contributors().values())
+    sites = {
+        name: {
+            "labelled": joined[name]["labelled"],
+            "unlabelled": joined[name]["unlabelled"],
+            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
+            "rounds": sum(name in names for names in by_round),
+        }
+        for name in sorted(joined)
+    }
+    counts = [len(names) for names in by_round] or [0]
+    per_round = {"least": min(counts), "most": max(counts), "mean": statistics.fmean(counts)}
+    return {"sites": sites, "sites_per_round": per_round}

@@ -14,6 +14,7 @@ from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
+from fedhassle.federation.figures import figures_of_site, read_figures
 from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.federation.masks.protocol import LEAST_SITES
 from fedhassle.federation.messages import Failure, Hits, Payload, RefusedError, packed, read_hits, read_update
@@ -21,6 +22,7 @@ from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_c
 from fedhassle.federation.server.masked import MaskedRound
 from fedhassle.federation.server.sites import Answers, Sites
 from fedhassle.method import Client, Method, Update
+from fedhassle.predict.scores import wilson
 from fedhassle.privacy import Privacy
 from fedhassle.runs.record import Evaluation
 from fedhassle.vectors import Arrays
@@ -211,11 +213,25 @@ class FlowerFederation:
         if not found:
             log.warning("round %d: no site could evaluate the model", t)
             return None
-        by_site = {name: accuracy(method, [hits]) for name, hits in found.items()}
-        counts = {name: hits.images for name, hits in found.items()}
+        figures = self._figures(answers, found, t)
         self.audit.write("evaluated", round=t, sites=list(found))
-        more = {"sites": {name: {"accuracy": by_site[name], "count": counts[name]} for name in found}}
+        more = {"sites": {name: site_entry(method, hits) | figures[name] for name, hits in found.items()}}
         return Evaluation(accuracy(method, list(found.values())), more)
+
+    def _figures(self, answers: Answers, found: Mapping[str, Hits], t: int) -> dict[str, dict[str, Any]]:
+        """The sites' figures by class, as far as they are agreed; logs those that are not as agreed."""
+        made: dict[str, dict[str, Any]] = {}
+        names = self.sites.figures_of
+        for name, hits in found.items():
+            answer, made[name] = answers[name], {}
+            try:
+                if names and isinstance(answer, Payload):
+                    said = read_figures(answer.words.get("figures"), names, hits.images)
+                    made[name] = figures_of_site(said, names)
+            except RefusedError as refused:
+                log.warning("round %d: the figures of %s do not count: %s", t, name, refused)
+                self.audit.write("failed", site=name, round=t, why=f"figures: {refused}")
+        return made
 
     def _hits(self, answers: Answers, images: Mapping[str, int], t: int) -> dict[str, Hits]:
         """The hits by site, if it answered correctly and for the same predictions; logs the others."""
@@ -248,6 +264,13 @@ class FlowerFederation:
     def kept(self) -> dict[str, int]:
         """Nothing: a site whose state is lost says so, and starts afresh."""
         return {}
+
+
+def site_entry(method: Method, hits: Hits) -> dict[str, Any]:
+    """A site's entry in a line of metrics: its accuracy, with a 95 % interval of the headline's."""
+    found = accuracy(method, [hits])
+    interval = wilson(round(found[method.headline] * hits.images), hits.images)
+    return {"accuracy": found, "count": hits.images, "accuracy_95": list(interval)}
 
 
 def accuracy(method: Method, hits: Sequence[Hits]) -> dict[str, float]:

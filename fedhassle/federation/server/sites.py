@@ -64,6 +64,8 @@ class Sites:
         self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
         self.required = required_in(agreement)
         self.coarse_counts = agreement.data.coarse_counts
+        # The classes of which sites report figures, if that is agreed.
+        self.figures_of = () if agreement.data.class_figures is None else agreement.data.class_names
         self.clock = Clock() if clock is None else clock
         self.joined: dict[str, JoinedSite] = {}
         self._asked: dict[str, ConnectedNode] = {}  # by request: nodes that have not introduced themselves

@@ -32,6 +32,7 @@ from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash, read_agreement
 from fedhassle.federation.build import dataset_of, engine_of, mask_terms, own_code_in, run_settings
+from fedhassle.federation.figures import own_figures
 from fedhassle.federation.messages import (
     Payload,
     coarse,
@@ -261,13 +262,20 @@ class SiteNode:
         images, y = (
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
-        found = counts_of(run.method, state, images, y, run.simulator.trainer.views)
+        views, agreed = run.simulator.trainer.views, self.agreement.data
+        keep = agreed.class_figures is not None
+        found = counts_of(run.method, state, images, y, views, keep=keep)
         log.info(
             "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
         )
         # Not by class: that would tell how many images of each class the site holds.
         count, right = self._reported(len(rows)), {name: sum(hit) for name, hit in found.right.items()}
-        return Payload({"right": {k: round(n * count / len(rows)) for k, n in right.items()}, "count": count})
+        words = {"right": {k: round(n * count / len(rows)) for k, n in right.items()}, "count": count}
+        if agreed.class_figures is None:
+            return Payload(words)
+        shares = found.logits[run.method.headline].softmax(1).cpu().numpy()
+        figures = own_figures(shares, y.cpu().numpy(), agreed.class_names, agreed.class_figures)
+        return Payload({**words, "figures": figures})
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
         """The run that a message belongs to."""
