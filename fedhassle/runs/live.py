@@ -206,6 +206,9 @@ def final_table(summary: Metrics, title: str = "") -> Table:
     """The accuracies of a finished run; default title: method, data, rounds and seed."""
     rounds = counted(summary["rounds"], "round")
     trained = f"{summary['method']} on {summary['data']}, {rounds}, seed {summary['seed']}"
+    if "privacy" in summary:
+        spent = summary["privacy"]
+        trained += f", ε = {spent[EPSILON]:.2f} at δ = {spent['delta']:g}"
     table = Table(title=escape(title or trained), title_justify="left")
     table.add_column("prediction")
     for column in (f"last {counted(evaluations_averaged(summary), 'evaluation')}", "last", "best"):

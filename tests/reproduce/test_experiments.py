@@ -40,9 +40,10 @@ SIZES = {  # cells: combinations of choices × seeds, by hand
     "beyond": 2 * (11 * 6 + 1) * 3,  # hassle+ has all settings built in
     "costs": 2 * (11 * 2 + 1) * 3,
     "hassle-plus": 8 * 3,
+    "privacy": 2 * 2 * 3 * 5 * 3,
 }
 SHARED = {"beyond": 2 * 11 * 3}  # cells that are the run of another cell of the experiment
-OURS = {"beyond", "costs", "hassle-plus"}  # not in the paper
+OURS = {"beyond", "costs", "hassle-plus", "privacy"}  # not in the paper
 EACH = pytest.mark.parametrize("name", SIZES)
 
 
@@ -134,6 +135,13 @@ OTHERWISE = {  # but for these, by experiment and choice
     ("beyond", "average"): {"method.average": 0.9},
     ("beyond", "both"): THREE,
     **{(ours, "all"): THREE for ours in OURS},
+    **{("privacy", data): {"data.name": data} for data in DATA},
+    **{("privacy", same): {} for same in ("20", "inf")},  # the paper's number of clients, and no privacy
+    ("privacy", "200"): {
+        **{"split.kind": "balanced", "split.clients": 200, "clients_per_round": 80},
+        "split.labels": {"full": 10, "partial": 90, "unlabelled": 100, "share": 0.1},
+    },
+    **{("privacy", e): {"privacy.epsilon": float(e), "privacy.clip": 0.2} for e in ("16", "8", "4", "2")},
     ("hassle-plus", "whole"): {},
     ("hassle-plus", "no-prior"): {"method.prior": "none"},
     ("hassle-plus", "weak"): {"method.labelled_view": "weak"},
