@@ -19,6 +19,7 @@ class LeNet(nn.Module):
     """LeNet-5 with ReLU and max-pooling (the paper's network for Fashion-MNIST)."""
 
     clip = 1.0  # without BatchNorm, its weights diverge at lr 0.1 if the gradient is clipped at 5
+    view = "weak"  # it is too small for strong views (docs/results.md)
 
     def __init__(self, shape: Shape, classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -129,6 +130,7 @@ class ResidualNetwork(nn.Module):
     """What residual networks share: gradient clipping, and initial kernels."""
 
     clip = 5.0
+    view = "strong"
 
     def initialise(self) -> None:
         """Draws the kernels of all convolutions from N(0, 2/(k²·planes)), as He et al. (2015) do."""

@@ -171,6 +171,7 @@ class Net:
         self._copies = threading.local()
         module = self._module
         self.clip = float(getattr(module, "clip", 5.0))
+        self.view = str(getattr(module, "view", "strong"))  # for methods that leave the choice to the network
         buffers = dict(module.named_buffers())
         self._weight_pieces = list(parameter_pieces(module))
         self._statistic_pieces = [Piece(k, v.shape) for k, v in buffers.items() if v.is_floating_point()]

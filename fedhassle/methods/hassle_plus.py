@@ -51,7 +51,8 @@ class HasslePlus(Method):
     start: FromZero | None = None  # rounds on labels alone before w_U starts; default: 0.3 of the run's
     average: Decay = 0.9  # decay of the means; 0: no means
     prior: Literal["batch", "none"] | None = "batch"
-    labelled_view: Literal["weak", "strong"] | None = "strong"
+    # View of images in training; default: the network's own, strong for ResNet-8, weak for LeNet.
+    view: Literal["weak", "strong"] | None = None
 
     averages: ClassVar[bool] = True
     teachers: ClassVar[tuple[str, ...]] = ("m_S", "m_U")
@@ -93,9 +94,10 @@ class HasslePlus(Method):
 
     def both_phases(self, client: Client, started: bool) -> Iterator[Phase]:
         """The phase of each model that the client can train."""
-        labelled = Stream("labelled", self.batch)
+        views = (self.view or self.net.view,)
+        labelled = Stream("labelled", self.batch, views)
         unlabelled = Stream(
-            "unlabelled", self.ratio * self.batch, ("strong",), logits=self.taught, labels=self.sure
+            "unlabelled", self.ratio * self.batch, views, logits=self.taught, labels=self.sure
         )
         if client.labelled:
             yield self.phase("labelled", "w_S", (labelled,), self.epochs)

@@ -69,6 +69,7 @@ class Choice(TomlTable):
     reference: bool = False  # a bound to read the others by, not a method to compare
     averaged: bool | None = None  # its accuracy is by running means over rounds; false: not even beside true
     only: Words = ()  # choices of other axes that it is combined with, by id (default: all)
+    built_in: bool = False  # it has the settings of those in `only` by itself: theirs are left out
 
     @model_validator(mode="before")
     @classmethod
@@ -252,7 +253,9 @@ def require_not_on_axes(experiment: Experiment, changes: Sequence[str]) -> None:
 
 def make_cell(experiment: Experiment, choices: tuple[Choice, ...], seed: int, changes: Sequence[str]) -> Cell:
     """A cell with its settings, which are not checked before it is selected."""
-    layers: list[Changes] = [experiment.settings, *(choice.changes for choice in choices), changes]
+    built_in = {word for choice in choices if choice.built_in for word in choice.only}
+    own = [choice.changes for choice in choices if choice.id not in built_in]
+    layers: list[Changes] = [experiment.settings, *own, changes]
     return Cell(experiment.name, choices, seed, request("paper", *layers, {"seed": seed}))
 
 

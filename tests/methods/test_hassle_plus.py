@@ -10,6 +10,7 @@ from by_hand import NET, M, ce, f, softmax
 from federations import federation
 from small import assert_same_result, call, cut, made
 
+from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.averaging import Averaged
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
@@ -17,6 +18,7 @@ from fedhassle.errors import UserError
 from fedhassle.losses import class_mix
 from fedhassle.method import Batch, Client, as_models
 from fedhassle.methods import HasslePlus
+from fedhassle.nets import Net
 from fedhassle.settings.build import build_method
 
 ALL = {"w_S", "w_U", "m_S", "m_U"}
@@ -116,6 +118,28 @@ def test_each_model_stays_near_the_other(model, other, rng):
     proximity = loss(0.7, sent) - loss(0.7, {})
     assert proximity == pytest.approx(0.7 * ((w - received) ** 2).sum(), rel=1e-10)
     assert loss(0.0, sent) == loss(0.7, {})
+
+
+# Views
+
+
+def views_of(method, client=PARTIAL):
+    """The views of each part of a client's data, in the phase of w_U."""
+    phase = method.phases(client, 1)[-1].with_labelled_view(method.labelled_view)
+    return {stream.part: stream.views for stream in phase.streams}
+
+
+def test_images_are_seen_as_suits_the_network():
+    lenet, resnet = Net(LeNet, (1, 28, 28), 10), Net(ResNet8, (3, 32, 32), 10)
+    for net, view in ((lenet, "weak"), (resnet, "strong"), (NET, "strong")):
+        assert views_of(HasslePlus(net, start=0)) == dict.fromkeys(("labelled", "unlabelled"), (view,))
+
+
+def test_a_view_of_ones_own_takes_its_place():
+    weak = HasslePlus(NET, start=0, view="weak")
+    assert views_of(weak) == {"labelled": ("weak",), "unlabelled": ("weak",)}
+    mixed = HasslePlus(NET, start=0, labelled_view="weak")
+    assert views_of(mixed) == {"labelled": ("weak",), "unlabelled": ("strong",)}
 
 
 # From round to round

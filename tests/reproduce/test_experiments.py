@@ -144,7 +144,7 @@ OTHERWISE = {  # but for these, by experiment and choice
     **{("privacy", e): {"privacy.epsilon": float(e), "privacy.clip": 0.2} for e in ("16", "8", "4", "2")},
     ("hassle-plus", "whole"): {},
     ("hassle-plus", "no-prior"): {"method.prior": "none"},
-    ("hassle-plus", "weak"): {"method.labelled_view": "weak"},
+    ("hassle-plus", "weak"): {"method.view": "weak"},
     ("hassle-plus", "no-means"): {"method.average": 0.0},
     ("hassle-plus", "no-proximity"): {"method.gamma": 0.0},
     ("hassle-plus", "no-mix"): {"method.own_mix": False},
@@ -440,6 +440,15 @@ def test_a_choice_may_occur_with_some_others_only(tmp_path):
     made = cells(read_experiment(str(path)), Selection(seeds=1))
     assert [one.name for one in made] == ["a-x", "a-y", "a-z", "b-y", "b-z"]
     assert [one.name for one in made if one.averaged] == ["a-y", "b-y"]
+
+
+def test_a_choice_may_have_the_settings_of_others_built_in(tmp_path):
+    path = tmp_path / "mine.toml"
+    text = SOME.replace('{ id = "z" }', '{ id = "z", set = { method.epochs = 3 } }')
+    path.write_text(text.replace('only = ["y", "z"]', 'only = ["z"], built_in = true'))
+    made = cells(read_experiment(str(path)), Selection(seeds=1))
+    epochs = {one.name: one.requested.get("method", "epochs", "10") for one in made}
+    assert epochs == {"a-x": "10", "a-y": "10", "a-z": "3", "b-z": "10"}
 
 
 def test_two_experiments_with_the_same_name_are_refused(tmp_path):

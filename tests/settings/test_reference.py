@@ -15,13 +15,13 @@ def settings(name):
 
 
 def test_what_each_kind_of_client_does_follows_from_its_phases():
-    """Of hassle+: w_S on labels; w_U starts after 0.3 of 200 rounds."""
+    """Of hassle+ with LeNet: w_S on labels; w_U starts after 0.3 of 200 rounds."""
     found = reference("hassle+").clients
-    alone = "w_S: 20 epochs on labelled data (strong view, batches of 64)"
-    later = "w_U: 5 epochs on unlabelled data (strong view, batches of 128, pseudo-labels)"
+    alone = "w_S: 20 epochs on labelled data (weak view, batches of 64)"
+    later = "w_U: 5 epochs on unlabelled data (weak view, batches of 128, pseudo-labels)"
     assert found["unlabelled"] == f"idle. From round 61 of 200 on: {later}"
     assert found["partial"] == (
-        f"{alone}. From round 61 of 200 on: {alone}; {later} and labelled data (strong view, batches of 64)"
+        f"{alone}. From round 61 of 200 on: {alone}; {later} and labelled data (weak view, batches of 64)"
     )
     assert reference("fedavg").clients == {
         "full": "w: 10 epochs on labelled data (weak view, batches of 128)",
