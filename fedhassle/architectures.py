@@ -127,7 +127,7 @@ class BasicBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """What residual networks share: gradient clipping, and initial kernels."""
+    """What residual networks share: gradient clipping, strong views, and initial kernels."""
 
     clip = 5.0
     view = "strong"
