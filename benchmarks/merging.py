@@ -13,6 +13,7 @@ import torch
 import typer
 
 from fedhassle.cli.main import guarded
+from fedhassle.engine.cores import on_cores
 from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, Reply, federate
 from fedhassle.engine.simulator import Message, Simulator
@@ -62,7 +63,7 @@ def measured(method: str, merging: str, attack: float, seed: int, settings: Sequ
     x, y = (torch.from_numpy(array).to(engine.device) for array in (dataset.x_test, dataset.y_test))
     state = {name: vector.to(engine.device) for name, vector in built.initial(seed).items()}
     try:
-        with engine.active():
+        with engine.active(), on_cores(1):
             rounds = federate(built, simulator, Plan(chosen.rounds, CLIENTS, seed), state)
             last = [done.state for done in rounds if done.t > chosen.rounds - LAST]
     except DivergedError:

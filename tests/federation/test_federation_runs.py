@@ -377,3 +377,15 @@ def test_a_run_is_not_resumed_with_another_agreement(other, agreed, tmp_path):
     steps.close()
     with pytest.raises(UserError, match="has changed since this run began"):
         carried_out(tmp_path / "run", other, network(tmp_path / "b", other))
+
+
+@pytest.mark.parametrize("more", ["average = 0.5", 'merging = "median"'])
+def test_a_federation_trains_with_settings_that_every_method_has(more, tmp_path):
+    """The plan says them, and each site finds them in its own file."""
+    agreed = terms(
+        validation=0.3, run=f'rounds = 2\nmethod = {{name = "hassle", residual_steps = 1, {more}}}'
+    )
+    carried_out(tmp_path / "run", agreed, network(tmp_path / "sites", agreed))
+    (line,) = metrics_of(tmp_path / "run")
+    assert ("EM averaged" in line["accuracy"]) == more.startswith("average")
+    assert all(len(e["contributed"]) == 3 for e in events_of(tmp_path / "run") if e["event"] == "round")

@@ -37,6 +37,7 @@ from fedhassle.federation.agreement import (
     read_agreement,
     write_agreement,
 )
+from fedhassle.federation.audit_log import AuditLog
 from fedhassle.federation.build import dataset_of, run_settings
 from fedhassle.federation.flower import logs, process_tree, processes
 from fedhassle.federation.server import host, keep
@@ -227,15 +228,53 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     assert set(line["sites"]) == {"full", "partial"}  # a site without labels cannot evaluate
 
 
+GARBAGE = {  # what the rogue does in each round, and what the server says about it
+    "nan": "NaN",
+    "names": "instead of",
+    "raise": "MemoryError: no memory left",
+    "shapes": "entries",
+    "huge": "more than 100 times the usual",
+    "thousandfold": "more than 100 times the usual",
+    "path": "FileNotFoundError: [Errno 2] No such file or directory: '…'",
+    "plan": "the server asks for method.batch=65536, method.lr=1.0, method.momentum=0.0, but",
+}
+
+
 def test_a_node_that_sends_garbage_costs_the_rounds_that_node_only(deployment):
-    deployment.orders({"1": "nan", "2": "names", "3": "raise", "4": "shapes"})
-    deployment.submit("garbage", rounds=5, every=5, minimum=2)
+    """Finite poison too; in the last round it is clipped, and an evaluation on 10¹² images does not count."""
+    last = len(GARBAGE) + 1
+    orders = {str(t): what for t, what in enumerate(GARBAGE, 1)}
+    deployment.orders({**orders, str(last): "fifteenfold", "evaluate": "billions"})
+    deployment.submit("garbage", rounds=last, every=last, minimum=2)
     deployment.finish("garbage")
     rounds = deployment.events("garbage", "round")
-    assert [event["failed"] for event in rounds] == [[ROGUE]] * 4 + [[]]
-    why = [event["why"] for event in deployment.events("garbage", "failed")]
-    for said, part in zip(why, ("NaN", "instead of", "MemoryError: no memory left", "entries"), strict=True):
-        assert part in said
+    assert [event["failed"] for event in rounds] == [[ROGUE]] * len(GARBAGE) + [[]]
+    *why, evaluated = [event["why"] for event in deployment.events("garbage", "failed")]
+    for said, part in zip(why, GARBAGE.values(), strict=True):
+        assert part in said and "Miller" not in said and str(deployment.folder) not in said
+    (clipped,) = deployment.events("garbage", "clipped")
+    assert (clipped["site"], clipped["round"]) == (ROGUE, last) and "w_S from norm" in clipped["what"]
+    assert "1,000,000,000,000 images, but joined with" in evaluated
+    (line,) = small.metrics_of(deployment.folder / "garbage")
+    assert set(line["sites"]) == {"full"}
+    assert "nobody has verified" in (deployment.folder / "garbage" / "model.md").read_text("utf-8")
+    see_site_log(deployment)
+
+
+def see_site_log(deployment):
+    """The site's own audit log: who asked, what was sent, and how many bytes, in every round."""
+    log = AuditLog(deployment.folder / f"{ROGUE}.memory" / "audit.jsonl").read()
+    (run,) = {event["run"] for event in deployment.events("garbage", "created")}
+    mine = [event for event in log if event.get("run") == run]
+    asked = [(event["kind"], event["round"]) for event in mine]
+    last = len(GARBAGE) + 1
+    assert asked == [*(("train", t) for t in range(1, last + 1)), ("evaluate", last)]
+    assert {event["asked_by"] for event in mine} == {f"loopback at {deployment.address}"}
+    failed = [event["round"] for event in mine if event["event"] == "failed"]
+    assert failed == [t for t, what in enumerate(GARBAGE, 1) if what in ("raise", "path", "plan")]
+    assert all(bool(e["arrays"]) == (e["event"] == "answered") for e in mine if e["kind"] == "train")
+    size = sum(4 * n for n in mine[0]["arrays"].values())
+    assert size < mine[0]["sent_bytes"] < size + 1000
 
 
 def test_a_node_killed_in_mid_round_costs_the_round_that_node_only(deployment):

@@ -158,7 +158,7 @@ def drop(now: SiteScores, before: Sequence[SiteScores], headline: str) -> float:
     """How much worse a model is than usual: the median over sites; below 0 if it is not, or nobody can tell.
 
     A site's usual accuracy is the median of its last evaluations. Its accuracy now counts as the upper end of
-    its 95 % interval, so that a few images cannot tell much. Half of the sites or more must see the drop.
+    its 95 % interval, so that a few images cannot tell much. More than half of the sites must see the drop.
     """
     found = []
     for name, scores in now.items():
