@@ -1,5 +1,6 @@
 """A federation's run on disk: its folder, its best round, its end, and its resumption."""
 
+import errno
 import json
 import os
 
@@ -14,8 +15,9 @@ from fedhassle.data.split.split import Split
 from fedhassle.engine.evaluate import Scores
 from fedhassle.errors import UserError
 from fedhassle.federation.messages import Payload
+from fedhassle.federation.server import coordinate as coordination
 from fedhassle.federation.server import evaluator
-from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.audit import DISK_FULL, Audit
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.federation.server.follow import ReadPosition, followed, read_position
 from fedhassle.runs.folder import Folder
@@ -389,3 +391,20 @@ def test_a_federation_trains_with_settings_that_every_method_has(more, tmp_path)
     (line,) = metrics_of(tmp_path / "run")
     assert ("EM averaged" in line["accuracy"]) == more.startswith("average")
     assert all(len(e["contributed"]) == 3 for e in events_of(tmp_path / "run") if e["event"] == "round")
+
+
+def test_a_full_disk_at_the_server_says_so(agreed, tmp_path, monkeypatch):
+    """The run's files cannot be written: its audit log has the reason, as far as it can be written."""
+    transport, folder = network(tmp_path / "sites", agreed), Folder(tmp_path / "run")
+
+    def full(run):
+        raise OSError(errno.ENOSPC, "No space left on device", str(run.folder.config))
+
+    monkeypatch.setattr(coordination, "write_agreed", full)
+    with pytest.raises(OSError, match="No space left"):
+        carried_out(folder.path, agreed, transport)
+    assert events_of(folder.path)[-1]["why"] == DISK_FULL
+    told = []
+    with pytest.raises(UserError, match="ended unexpectedly"):
+        list(followed(folder, ReadPosition(), lambda: False, told.append, pause=lambda seconds: None))
+    assert f"the run has stopped: {DISK_FULL}" in told

@@ -39,7 +39,7 @@ from fedhassle.federation.agreement import (
 )
 from fedhassle.federation.audit_log import AuditLog
 from fedhassle.federation.build import dataset_of, run_settings
-from fedhassle.federation.flower import logs, process_tree, processes
+from fedhassle.federation.flower import logs, patches, process_tree, processes
 from fedhassle.federation.server import host, keep
 from fedhassle.federation.server.host import register, registered, runs, stop
 from fedhassle.federation.server.monitor import monitoring
@@ -332,7 +332,7 @@ def test_a_locked_database_and_dead_programs_cost_no_site_a_round(deployment):
     more = lambda: len(deployment.events("troubled", "round")) > before + 1  # noqa: E731
     deployment.until("troubled", more, "rounds after the lock")
     below = filter(process_tree.is_alive, process_tree.descendants(deployment.link.pid))
-    (starter,) = [one for one in below if "flower-superexec" in " ".join(one.cmdline())]
+    (starter,) = [one for one in below if patches.SUPEREXEC in one.cmdline()]
     starter.kill()
     deadline, said = time.monotonic() + LIMIT, []
     while not said and time.monotonic() < deadline:

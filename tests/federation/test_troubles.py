@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 from fedhassle.errors import UserError
 from fedhassle.federation.flower import database, deliveries, logs, patches
 from fedhassle.federation.server import host, keep
-from fedhassle.federation.server.audit import SERVER_ENDED, Audit
+from fedhassle.federation.server.audit import DISK_FULL, SERVER_ENDED, Audit
 from fedhassle.federation.setup.folder import FederationFolder
 
 LOCKED = OperationalError("", None, sqlite3.OperationalError("database is locked"))
@@ -268,6 +268,7 @@ def look(keeper, monkeypatch, runs):
     [
         ("finished:failed", None, True),  # its program was killed
         ("finished:failed", {"event": "stopped", "why": SERVER_ENDED}, True),
+        ("finished:failed", {"event": "stopped", "why": DISK_FULL}, True),
         ("finished:failed", {"event": "stopped", "why": "too few sites"}, False),
         ("finished:stopped", {"event": "stopped", "why": "it was asked to stop"}, False),
         ("finished:completed", {"event": "finished"}, False),
@@ -308,6 +309,21 @@ def test_a_run_that_never_makes_a_round_is_not_resumed_for_ever(federation, monk
         look(keeper, monkeypatch, [started(federation.run, "running")])
         said += look(keeper, monkeypatch, [started(federation.run, "finished:failed")])
     assert len(federation.submitted) == keep.MOST_RESTARTS and "not resumed any more" in said[-1]
+
+
+def test_a_run_is_resumed_once_there_is_space(federation, monkeypatch):
+    """Its disk is full; the line is said once."""
+    keeper, free = keep.RunKeeper(federation.folder), [1000]
+    monkeypatch.setattr(keep.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    look(keeper, monkeypatch, [started(federation.run, "running")])
+    ended = [started(federation.run, "finished:failed")]
+    (said,) = look(keeper, monkeypatch, ended)
+    assert "is full (0 MB left): free some space" in said and federation.submitted == []
+    for _ in range(2 * keep.MOST_RESTARTS):
+        assert look(keeper, monkeypatch, ended) == []
+    free[0] = 10**9
+    (said,) = look(keeper, monkeypatch, ended)
+    assert "resuming it" in said and len(federation.submitted) == 1
 
 
 def test_a_server_that_ends_is_restarted(federation, monkeypatch):

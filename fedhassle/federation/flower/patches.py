@@ -14,6 +14,7 @@ exist in the versions of Flower that this package admits.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,8 @@ T = TypeVar("T")
 log = logging.getLogger("fedhassle")
 
 SUPERNODE, SERVER_GRID = "flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid"
+SUPERLINK_CLI = "flwr.superlink.cli.flower_superlink"
+SUPEREXEC = "fedhassle.federation.server.superexec"
 FLEET = "flwr.superlink.servicer.fleet.fleet_handlers"
 RETRIES = "flwr.supercore.retry.http_retry"
 NOT_ACTIVATED = 2004  # Flower's error code: the key is not admitted, or the node counts as online already
@@ -136,7 +139,13 @@ def retry_activation(activate: Callable[..., T], on_refused: Callable[[], None])
 
 
 def patch_superlink() -> None:
-    """Makes a SuperLink say why it does not activate a node: a key that counts as online is admitted."""
+    """Makes a SuperLink say why it does not activate a node, and start our own SuperExec."""
+    cli: Any = import_module(SUPERLINK_CLI)
+    command = cli._get_superexec_command
+    cli._get_superexec_command = lambda *words, **more: [
+        *(sys.executable, "-m", SUPEREXEC),
+        *command(*words, **more)[1:],
+    ]
     handlers: Any = import_module(FLEET)
     activate = handlers.activate_node
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fedhassle.federation.audit_log import AuditLog, Event
 
-SERVER_ENDED = "the server's process has ended"  # why a run has stopped
+SERVER_ENDED, DISK_FULL = "the server's process has ended", "the server's disk is full: free some space"
+ACCIDENTS = (SERVER_ENDED, DISK_FULL)  # why a run has stopped that the server resumes by itself
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
 
 

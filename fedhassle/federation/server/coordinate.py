@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from fedhassle.federation.build import (
 from fedhassle.federation.flower.processes import outlives
 from fedhassle.federation.flower.transport import Transport
 from fedhassle.federation.messages import Introduction, to_json
-from fedhassle.federation.server.audit import SERVER_ENDED, Audit
+from fedhassle.federation.server.audit import DISK_FULL, SERVER_ENDED, Audit
 from fedhassle.federation.server.evaluator import Evaluator, Images, best_so_far, participation
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.federation.server.sites import Clock, Sites
@@ -92,9 +94,16 @@ def coordinate(
             audit.write("stopped", why=SERVER_ENDED if ended else "it was asked to stop")
             raise
         except BaseException as error:
-            audit.write("stopped", why=str(error) or type(error).__name__)
+            with suppress(OSError):  # the disk may be full
+                audit.write("stopped", why=why_stopped(error))
             raise
         audit.write("finished")
+
+
+def why_stopped(error: BaseException) -> str:
+    """The reason of a run's end, as its audit log says it."""
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return DISK_FULL if full else str(error) or type(error).__name__
 
 
 def identity(audit: Audit, agreement: Agreement, test: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedhassle.errors import UserError
 from fedhassle.federation.flower.logs import LogReader
-from fedhassle.federation.server.audit import COUNTED, SERVER_ENDED, Audit
+from fedhassle.federation.server.audit import ACCIDENTS, COUNTED, Audit
 from fedhassle.files import json_lines
 from fedhassle.method import Client
 from fedhassle.runs.folder import Folder
@@ -61,7 +61,9 @@ def followed(
             if event["event"] == "done":
                 clients = tuple(known[name] for name in event["clients"])
                 yield Step(event["round"], clients, metrics_of(folder, event["round"]))
-            if event["event"] == "stopped" and event["why"] != SERVER_ENDED:
+            if event["event"] == "stopped" and event["why"] in ACCIDENTS:
+                tell(f"the run has stopped: {event['why']}")
+            elif event["event"] == "stopped":
                 raise UserError(f"the run has stopped: {event['why']}")
             if event["event"] == "finished":
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from fedhassle.federation.audit_log import Event
 from fedhassle.federation.flower.logs import LogReader, write_line
 from fedhassle.federation.flower.processes import submit
 from fedhassle.federation.server import host
-from fedhassle.federation.server.audit import SERVER_ENDED, Audit
+from fedhassle.federation.server.audit import ACCIDENTS, Audit
 from fedhassle.federation.server.host import StartedRun, flower_home, link_of, server_log
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import wait_until_free
@@ -19,6 +20,7 @@ from fedhassle.runs.folder import Folder
 
 RESTART_AFTER = 5.0  # seconds until a server that has ended is restarted
 WORKED = 60.0  # seconds after which a server counts as one that has worked
+LEAST_FREE = 20_000_000  # bytes of a disk on which a run is resumed
 MOST_RESTARTS = 5  # in a row, of a server that has not worked, or of a run that has not made a round
 
 
@@ -69,6 +71,7 @@ class RunKeeper:
         self._alive: set[str] = set()  # the folders of runs that were alive at the last look
         self._tries: dict[str, tuple[int, int]] = {}  # by folder: rounds at the last attempt, attempts since
         self._resumed_at: dict[str, int] = {}  # by folder: the number of its events
+        self._told: dict[str, str] = {}  # by folder: the last line about it
 
     def look(self) -> list[str]:
         """Resumes what has ended unexpectedly since the last look; returns a line for each."""
@@ -80,6 +83,7 @@ class RunKeeper:
             if run.alive and self._has_left(run):  # Flower would notice within a minute
                 host.stop(self.link, run.id)
         alive = {run.folder for run in known if run.alive and not self._has_left(run)}
+        self._told = {path: line for path, line in self._told.items() if path not in alive}
         ended = self._alive - alive
         self._alive = alive
         said = []
@@ -88,8 +92,11 @@ class RunKeeper:
             if not ended_by_accident(last):
                 continue
             line = self._resume(one)
+            if line != self._told.get(one):
+                said.append(line)
+            self._told[one] = line
+        for line in said:
             write_line(server_log(self.folder), "WARNING", line)
-            said.append(line)
         return said
 
     def _has_left(self, run: StartedRun) -> bool:
@@ -106,6 +113,11 @@ class RunKeeper:
         if tries > MOST_RESTARTS:
             return f"{name} has ended unexpectedly {tries} times in a row; it is not resumed any more"
         self._resumed_at[path] = len(audit.read())
+        free = shutil.disk_usage(path).free
+        if free < LEAST_FREE:
+            self._alive.add(path)
+            self._tries[path] = (rounds, tries - 1)
+            return f"the disk of {path} is full ({free / 1e6:.0f} MB left): free some space to resume the run"
         test = audit.tested_on()
         wait_until_free(Path(path))
         try:
@@ -124,5 +136,5 @@ def ended_by_accident(run: StartedRun) -> bool:
 
 
 def is_stray(events: Sequence[Event]) -> bool:
-    """True if a run has last said that the server's process had ended."""
-    return bool(events) and events[-1]["event"] == "stopped" and events[-1]["why"] == SERVER_ENDED
+    """True if a run has last said that it ends by accident, as when the server's process has ended."""
+    return bool(events) and events[-1]["event"] == "stopped" and events[-1]["why"] in ACCIDENTS

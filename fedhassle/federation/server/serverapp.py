@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
+from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import patch_server
 from fedhassle.federation.flower.processes import end_with
 from fedhassle.federation.flower.transport import FlowerTransport
@@ -35,6 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     file, folder, test = (str(context.run_config[key]) for key in ("file", "folder", "test"))
     agreement = read_agreement(Path(file))
     end_with(os.getppid())  # otherwise it would keep its folder locked after the server has ended
+    log_to_output(also=("flwr",))
     patch_server()
     transport = FlowerTransport(grid, partial(admitted_names, Path(file).parent))
     for _ in coordinate(transport, agreement, Path(folder), Path(test) if test else None):
