@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fedhassle.cli.completion import complete_words
+from fedhassle.data.site.listing import NO_LABELS
 from fedhassle.settings.request import Request, is_setting, request
 
 Words = Annotated[
@@ -24,7 +25,21 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder of the named data sets (default: $FEDHASSLE_DATA, or the cache folder)."),
 ]
-Labels = Annotated[Path | None, typer.Option(help="Label file (default: labels.csv beside the images).")]
+
+
+def label_file(word: str) -> Path:
+    """Returns the path of a label file; `none` stands for no labels at all."""
+    return NO_LABELS if word == "none" else Path(word)
+
+
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|none",
+        parser=label_file,
+        help="Label file; none: no image has a label, in any folder (default: labels.csv beside them).",
+    ),
+]
 Patients = Annotated[
     str | None,
     typer.Option(

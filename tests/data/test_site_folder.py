@@ -14,7 +14,7 @@ from PIL import Image
 from fedhassle.data.site import fitting, pictures
 from fedhassle.data.site.folder import ImageForm, read_site, site_classes
 from fedhassle.data.site.labels import folder_name
-from fedhassle.data.site.listing import Problem
+from fedhassle.data.site.listing import NO_LABELS, Problem
 from fedhassle.errors import UserError
 
 GREY = ImageForm(("cat", "dog", "Größe/x"), 6, 8, 1)
@@ -850,3 +850,15 @@ def test_a_class_in_both_forms_of_unicode_is_one(tmp_path):
 def test_an_impossible_image_form_is_an_error(height, channels):
     with pytest.raises(UserError):
         ImageForm(("a", "b"), height, 8, channels)
+
+
+def test_an_unlabelled_site_may_have_folders_of_any_names(tmp_path):
+    """Only if its user says that no folder stands for a class: it may be a misspelt one."""
+    for name in ("2024/a/1.png", "2024/2.png", "cat/3.png"):
+        save(tmp_path / name)
+    with pytest.raises(UserError, match=r"'2024' is not one of the classes.*--labels none"):
+        read_site(tmp_path, GREY)
+    site = read_site(tmp_path, GREY, NO_LABELS)
+    assert site.y.tolist() == [-1, -1, -1] and site.notes == () == site.problems
+    (tmp_path / "labels.csv").write_text("file,label\ncat/3.png,cat\n")
+    assert read_site(tmp_path, GREY, NO_LABELS).y.tolist() == [-1, -1, -1]

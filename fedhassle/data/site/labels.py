@@ -12,7 +12,14 @@ import numpy as np
 
 from fedhassle.data.csv_files import read_columns
 from fedhassle.data.npz import PATIENTS, Labels
-from fedhassle.data.site.listing import LABEL_FILE, ImageFiles, Problem, find_label_file, is_ignored
+from fedhassle.data.site.listing import (
+    LABEL_FILE,
+    NO_LABELS,
+    ImageFiles,
+    Problem,
+    find_label_file,
+    is_ignored,
+)
 from fedhassle.errors import UserError, require
 from fedhassle.names import class_name, counted, escaped, nearest, some_of
 
@@ -38,6 +45,8 @@ def folder_labels(
     path: Path, images: ImageFiles, class_names: Sequence[str], label_file: Path | None
 ) -> tuple[Labels, list[Problem]]:
     """Returns the label of each file, by a label file or by its folder, and the rows without an image."""
+    if label_file == NO_LABELS:
+        return np.full(len(images.files), -1, np.int64), []
     file = label_file or find_label_file(images.folder)
     if file is not None:
         return _labels_by_rows(read_labels(file), file, images.files, class_names)
@@ -59,6 +68,8 @@ def ignored_labels(
     images: ImageFiles, y: Labels, class_names: Sequence[str], label_file: Path | None, advice: str
 ) -> tuple[str, ...]:
     """Returns notes on labels that are ignored: a table with another name, or folders beside a label file."""
+    if label_file == NO_LABELS:
+        return ()
     file = label_file or find_label_file(images.folder)
     if file is None:
         found = sorted(one.name for one in images.folder.iterdir() if one.suffix.lower() in TABLES)
@@ -157,8 +168,8 @@ def _class_of_folder(path: Path, top: str, numbers: Mapping[str, int]) -> int:
     try:
         return class_number(top, numbers, f"{path}: the folder")
     except UserError as error:
-        advice = f"(put images without labels into {UNLABELLED[0]}/, or use a {LABEL_FILE})"
-        raise UserError(f"{error} {advice}") from error
+        advice = f"put images without labels into {UNLABELLED[0]}/, or use a {LABEL_FILE}"
+        raise UserError(f"{error} ({advice}; if no image has a label: --labels none)") from error
 
 
 def _top_folder(file: str) -> str | None:
@@ -263,6 +274,8 @@ def without_decimals(name: str) -> str:
 
 def read_labels(path: Path) -> list[LabelRow]:
     """Reads a label file with the columns `file` and `label`, and perhaps `patient`."""
+    if path == NO_LABELS:
+        return []
     found, columns = [], read_columns(path, COLUMNS, PATIENTS)
     for number, (file, label, *patient) in columns.rows:
         require(bool(file), f"{path}: row {number} has the label {label!r} but names no file")

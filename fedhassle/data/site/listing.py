@@ -14,6 +14,7 @@ from fedhassle.errors import require
 from fedhassle.names import escaped
 
 LABEL_FILE = "labels.csv"
+NO_LABELS = Path(os.devnull)  # as a label file: no image has a label, whatever the folders are called
 UNUSED = "an unused label file: only the one in the top folder counts"
 SYSTEM_FILES = ("__macosx", "thumbs.db", "desktop.ini")  # left in folders by macOS and Windows
 
