@@ -45,6 +45,8 @@ class Folder:
     best = File("best.safetensors")  # federations only: the best model on the sites' validation images
     audit = File("audit.jsonl")  # federations only: one line per event at a site
     tensorboard = File("tensorboard")  # event files, with `track=tensorboard`
+    varied = File("varied.txt")  # of one of several runs: KEY=VALUE of each setting in which they differ
+    wandb = File("wandb")  # the run's id at W&B, and its log, with `track=wandb`
     mlflow = File("mlflow")  # MLflow's run id, and its database without a server, with `track=mlflow`
 
     @property
@@ -110,6 +112,7 @@ def numbered(name: str) -> Iterator[str]:
 def release(folder: Folder) -> None:
     """Removes the folder of a request that turned out to be impossible."""
     folder.request.unlink(missing_ok=True)
+    folder.varied.unlink(missing_ok=True)
     made = [folder.path, *([Path("runs")] if folder.path.parent == Path("runs") else [])]
     for path in made:
         if path.is_dir() and not any(path.iterdir()):

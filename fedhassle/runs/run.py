@@ -44,7 +44,7 @@ from fedhassle.settings.build import (
     own_code_of,
     rounds_of,
 )
-from fedhassle.settings.request import Request
+from fedhassle.settings.request import Request, varied
 from fedhassle.settings.schema import (
     PER_DEVICE,
     PER_WORKERS,
@@ -121,8 +121,10 @@ def start_several(requests: Sequence[tuple[str, Request]], out: Path | None = No
     home = Path(out) if out else new_folder(requests[0][1])
     started, load = list[Run](), Loader()
     try:
-        for name, (_, request) in zip(folder_names(names), requests, strict=True):
+        differing = varied([request for _, request in requests])
+        for name, (_, request), words in zip(folder_names(names), requests, differing, strict=True):
             started.append(start(request, home / name, load))
+            write_text(started[-1].folder.varied, "".join(f"{word}\n" for word in words))
     except Exception:
         for run in started:
             release(run.folder)

@@ -1,4 +1,4 @@
-"""Trackers: write a TensorBoard or MLflow log while a run trains.
+"""Trackers: write a TensorBoard, MLflow or W&B log while a run trains.
 
 The run's own files are authoritative. An error in a tracker never stops a run.
 """
@@ -18,6 +18,8 @@ from fedhassle.errors import require
 from fedhassle.files import write_text
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics
+from fedhassle.runs.tracked import figures_of_round, final_figures, label_of
+from fedhassle.runs.weights_and_biases import WeightsAndBiases
 from fedhassle.settings.schema import Tool
 
 log = logging.getLogger("fedhassle")
@@ -25,8 +27,8 @@ log = logging.getLogger("fedhassle")
 NEEDS: dict[Tool, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),  # the last two: for the database in the run's folder
+    "wandb": ("wandb",),
 }
-NOT_TRACKED = ("round", "sites")  # the step itself, and figures of single sites
 LONGEST, MOST = 6000, 100  # MLflow's limits: characters of a parameter, parameters in one request …
 MOST_METRICS = 1000  # … and metrics
 
@@ -69,7 +71,11 @@ def require_installed(tools: Sequence[Tool]) -> None:
 @contextmanager
 def tracking(tools: Sequence[Tool], folder: Folder) -> Iterator[Trackers]:
     """The trackers of a run; they are closed however the run ends."""
-    made: dict[Tool, Callable[[Folder], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+    made: dict[Tool, Callable[[Folder], Tracker]] = {
+        "tensorboard": TensorBoard,
+        "mlflow": MLflow,
+        "wandb": WeightsAndBiases,
+    }
     trackers = Trackers({tool: made[tool](folder) for tool in tools})
     try:
         yield trackers
@@ -107,26 +113,6 @@ class Trackers:
                 del self._active[tool]
                 with suppress(Exception):
                     tracker.end(None)
-
-
-def figures(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in nested tables, with names such as `accuracy/EM`; unknown ones are left out."""
-    for key, value in metrics.items():
-        name = prefix + re.sub(r"[^\w. -]", "_", key)  # characters that every tool accepts
-        if isinstance(value, Mapping):
-            yield from figures(value, f"{name}/")
-        elif isinstance(value, int | float):
-            yield name, float(value)
-
-
-def figures_of_round(metrics: Metrics) -> dict[str, float]:
-    """The tracked figures of an evaluated round."""
-    return dict(figures({key: value for key, value in metrics.items() if key not in NOT_TRACKED}))
-
-
-def final_figures(summary: Metrics) -> dict[str, float]:
-    """The tracked figures of a finished run."""
-    return dict(figures({"final": summary["accuracy"]}))
 
 
 class TensorBoard:
@@ -201,7 +187,8 @@ class MLflow:
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local)
         found = self._found()
         if found is None:
-            found = self._client.create_run(self._experiment(), run_name=self._folder.path.absolute().name)
+            label = label_of(self._folder)
+            found = self._client.create_run(self._experiment(), run_name=label.name, tags=label.tags)
             write_text(self._folder.mlflow / "run-id", found.info.run_id)
         else:
             self._client.update_run(found.info.run_id, "RUNNING")

@@ -190,6 +190,25 @@ def called(values: Sequence[Any]) -> list[str]:
     return last if len({*last}) == len({*whole}) else whole
 
 
+def varied(requests: Sequence[Request]) -> list[list[str]]:
+    """The settings in which requests differ, as KEY=VALUE words of each."""
+    settings = [dict(flat(merged(request))) for request in requests]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+    return [
+        [f"{key.removesuffix('.name')}={called([one[key]])[0]}" for key in differing if key in one]
+        for one in settings
+    ]
+
+
+def merged(request: Request) -> Tables:
+    """The layers of a request as one."""
+    made: Tables = {}
+    for layer in request.layers:
+        made = overlaid(made, layer)
+    return made
+
+
 def split_at_commas(text: str) -> list[str]:
     """Splits at commas outside brackets and quotes: tables and lists stay whole."""
     parts, depth, quote = [""], 0, ""

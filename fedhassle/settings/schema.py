@@ -23,7 +23,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import brief, escaped, find, likeliest, some_lines, some_of
 from fedhassle.nets import NETS
-from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, overlaid
+from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, merged
 
 COMPILED_ROUNDS = 100  # the fewest rounds for which compiling the kernels of ResNet-8 pays (docs/speed.md)
 
@@ -32,7 +32,7 @@ PER_DEVICE = ("device", "precision", "compile", *PER_WORKERS)  # … and when it
 
 REQUIRED = ("networks", "initial", "phases", "predict")  # `Method` leaves these to its subclasses
 
-Tool = Literal["tensorboard", "mlflow"]  # experiment trackers
+Tool = Literal["tensorboard", "mlflow", "wandb"]  # experiment trackers
 
 ALSO_CALLED = {  # what other libraries call a setting, and the hint that it gets
     "learning_rate": ", did you mean 'method.lr'?",
@@ -64,8 +64,8 @@ def trackers(value: Any) -> Any:
     for word in words if isinstance(words, list) else ():
         require(
             word in known,
-            f"there is no tracker {brief(word)}: there are {', '.join(known)}, or both; other tools can read "
-            "metrics.jsonl in the folder of the run",
+            f"there is no tracker {brief(word)}: there are {', '.join(known)}, also together "
+            "(track=tensorboard,mlflow); other tools can read metrics.jsonl in the folder of the run",
         )
     return words
 
@@ -162,19 +162,16 @@ class Settings(BaseModel):
 
 def resolve(request: Request) -> Settings:
     """Valid settings, with every default and every choice of this machine filled in."""
-    merged: dict[str, Any] = {}
-    for layer in request.layers:
-        merged = overlaid(merged, layer)
-    merged = expanded(merged)
-    require_finite(merged)
-    given = merged.get("method", {})
+    given_settings = expanded(merged(request))
+    require_finite(given_settings)
+    given = given_settings.get("method", {})
     name = given.get("name", DEFAULT_METHOD)
     require(isinstance(name, str), f"method.name: input should be a valid string, got {name!r}")
-    require_one_of_each(merged)
+    require_one_of_each(given_settings)
     method = method_class(name)
     unused = left_over(request) - {field.name for field in dataclasses.fields(method)}
     table = {k: v for k, v in given.items() if k not in unused}
-    settings = validated(method, name, {**merged, "method": {**table, "name": name}})
+    settings = validated(method, name, {**given_settings, "method": {**table, "name": name}})
     if settings.net is not None and ":" not in settings.net:
         find(settings.net, NETS, "network")  # a user's own is imported when it is built
     device = resolved_device(settings.device)

@@ -171,6 +171,19 @@ def test_tracking_changes_nothing_of_the_run(four, untracked, tmp_path):
     assert_same_result(tmp_path / "run", untracked)
 
 
+def test_several_runs_have_telling_names_and_tags(words, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    short = [word for word in words if "residual" not in word]
+    choices = ("--vary", "method=fedavg,fedprox", "--vary", "seed=0,1")
+    assert call("run", *short, "rounds=1", "track=mlflow", *choices, "--out", tmp_path / "sweep")[::2] == (
+        0,
+        "",
+    )
+    run = run_of(tmp_path / "sweep" / "fedprox-1")
+    assert run.info.run_name == "method=fedprox seed=1"
+    assert {"method": "fedprox", "seed": "1", "group": "sweep"}.items() <= run.data.tags.items()
+
+
 def test_a_round_is_logged_before_the_next_one_begins(four, server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     cut([*four, "track=tensorboard,mlflow"], tmp_path / "run", 0)

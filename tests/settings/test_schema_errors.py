@@ -92,8 +92,8 @@ def test_one_wrong_value_is_not_told_to_vary():
 
 
 def test_an_unknown_tracker_is_told_those_there_are():
-    with pytest.raises(UserError, match=r"^track: there is no tracker 'wandb': there are tensorboard"):
-        resolved("track=mlflow,wandb")
+    with pytest.raises(UserError, match=r"^track: there is no tracker 'comet': there are tensorboard"):
+        resolved("track=mlflow,comet")
 
 
 def test_an_unknown_network_is_told_those_there_are_before_images_load():
