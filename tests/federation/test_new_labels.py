@@ -190,6 +190,16 @@ def test_a_site_trains_with_new_labels_as_one_that_started_with_them(tmp_path):
     assert (mine.arrays["whole w"] == other.arrays["whole w"]).all()
 
 
+def test_new_labels_of_unknown_patients_wait_for_a_restart(tmp_path, caplog):
+    """Their patients may be patients of validation."""
+    x, y = held(small.dataset(), FEW)[LATE]
+    before, new = np.full_like(y, -1), [np.zeros_like(y)]
+    patients = np.arange(len(y), dtype=np.uint64)  # the first is unknown
+    node = SiteNode(LATE, terms(), x, before, tmp_path, ENGINE, lambda: new.pop() if new else None, patients)
+    told = node.answer("evaluate", Payload({"counts": counts(0, len(y), 0)})).words["labels"]
+    assert told == counts(len(y) - 1, 1, 0) and "1 new labels are not used" in caplog.text
+
+
 def test_counts_that_a_site_invents_are_refused_and_the_run_goes_on(tmp_path):
     sites, y = nodes(tmp_path / "sites")
     transport, folder = FakeTransport({k: node.answer for k, node in sites.items()}), Folder(tmp_path / "run")

@@ -22,7 +22,7 @@ from fedhassle.files import json_lines
 from fedhassle.runs.folder import Folder
 
 FEW = 10  # runs and troubles that are shown
-TROUBLES = ("failed", "refused", "left", "stopped", "clipped")  # events that a reader should see
+TROUBLES = ("failed", "refused", "left", "stopped", "clipped", "undone")  # events that a reader should see
 
 
 class SiteStatus(NamedTuple):
@@ -75,11 +75,18 @@ def read_status(folder: FederationFolder) -> Status:
     except UserError:
         online, runs, up = set[str](), list[host.StartedRun](), False
     found = None
-    events: list[Event] = []
+    events, merged = list[Event](), Counter[str]()
     if runs:
-        events = Audit(Folder(Path(runs[0].folder)).audit).read()
+        audit = Audit(Folder(Path(runs[0].folder)).audit)
+        events, merged = (
+            audit.read(),
+            Counter(name for names in audit.contributors().values() for name in names),
+        )
         found = run_status(runs[0], events)
-    known = [site_status(name, name in online, one.since, events, found) for name, one in sites.items()]
+    known = [
+        site_status(name, name in online, one.since, events, merged[name], found)
+        for name, one in sites.items()
+    ]
     warnings = last_warnings(host.server_log(folder), FEW)
     about = agreement.name, agreement.address, agreement_hash(agreement)
     return Status(time.time(), *about, up, known, runs, found, warnings)
@@ -117,17 +124,13 @@ def seconds_of(event: Event) -> float:
 
 
 def site_status(
-    name: str, online: bool, since: str, events: Sequence[Event], run: RunStatus | None
+    name: str, online: bool, since: str, events: Sequence[Event], rounds: int, run: RunStatus | None
 ) -> SiteStatus:
-    """A site, and its part in the latest run."""
+    """A site, and its part in the latest run; `rounds`: to which it contributed."""
     counts: dict[str, int] = {}
-    refused, seen = "", Counter[str]()
-    for event in events:
-        if name in event.get("contributed", ()):
-            seen["round"] += 1
-        if event.get("site") != name:
-            continue
-        seen[event["event"]] += 1
+    refused = ""
+    mine = [event for event in events if event.get("site") == name]
+    for event in mine:
         if event["event"] in COUNTED:
             refused = ""
             counts = {key: event[key] for key in ("labelled", "unlabelled", "validation") if key in event}
@@ -135,4 +138,5 @@ def site_status(
             refused = event["why"]
     evaluated = run.metrics.get("sites", {}) if run is not None else {}
     accuracy = evaluated.get(name, {}).get("accuracy", {})
-    return SiteStatus(name, online, since, refused, counts, seen["round"], seen["failed"], accuracy)
+    failures = sum(event["event"] == "failed" for event in mine)
+    return SiteStatus(name, online, since, refused, counts, rounds, failures, accuracy)

@@ -20,7 +20,7 @@ import torch
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import SiteData, read_site
-from fedhassle.data.site.patients import Patients, count_patients
+from fedhassle.data.site.patients import UNKNOWN, Patients, count_patients
 from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.data.site.validation import Partition, partition, relabelled
 from fedhassle.data.split.split import Split
@@ -164,8 +164,22 @@ class SiteNode:
         """Keeps new labels for the time when the server counts them."""
         y = self._new_labels()
         if y is not None:
+            y = self._without_strangers(y)
             self._next = self._holding(self.dataset.x_train, y)
             log.info("the labels have changed: %s", self._counts(self._next))
+
+    def _without_strangers(self, y: Labels) -> Labels:
+        """Labels without the new ones of images whose patient was not known at the start.
+
+        Such a patient may be one of validation; a restart finds out.
+        """
+        if self.patients is None:
+            return y
+        new = (y >= 0) & (self.dataset.y_train < 0) & (self.patients == UNKNOWN)
+        if new.any():
+            why = "their patients were not known at its start"
+            log.warning("%d new labels are not used before the node is restarted: %s", new.sum(), why)
+        return np.where(new, -1, y)
 
     def _use_labels(self, counts: object) -> None:
         """Uses the labels that the server counts: new ones as soon as it does, never others than these."""
