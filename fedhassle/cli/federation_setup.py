@@ -173,12 +173,14 @@ def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
 def checked_run(agreement: Agreement) -> Agreement:
     """Returns the agreement with its main settings written out, once a run can be built from it."""
     from fedhassle.federation.agreement import checked_agreement, to_toml
-    from fedhassle.federation.build import agreed_method, empty_dataset, run_settings
+    from fedhassle.federation.build import require_buildable, run_settings
     from fedhassle.settings.request import overlaid
 
     checked_agreement(to_toml(agreement), "these options")  # before PyTorch is loaded
     settings = run_settings(agreement)
-    agreed_method(settings, empty_dataset(agreement))
+    if settings.privacy.hide:  # validation images would tell who has labels
+        agreement = replace(agreement, data=replace(agreement.data, validation=0.0))
+    require_buildable(agreement)
     shown = {
         "method": {"name": settings.method.name},
         "rounds": settings.rounds,

@@ -10,12 +10,14 @@ import torch
 
 from fedhassle.engine.rounds import Averages, Plan, federate
 from fedhassle.errors import UserError
+from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.build import require_buildable
 from fedhassle.federation.masks import contribution
 from fedhassle.federation.masks.contribution import LIMIT, MaskTerms, deviation
 from fedhassle.federation.masks.protocol import Member
 from fedhassle.federation.masks.ring import step_of
-from fedhassle.privacy import Privacy
+from fedhassle.federation.server.coordinate import coordinate
+from fedhassle.privacy import Privacy, spent
 from fedhassle.robust import differences, joint_norm
 from fedhassle.vectors import all_finite
 
@@ -239,3 +241,37 @@ def test_the_result_is_an_average_without_any_single_update(tmp_path):
     assert isinstance(found, Averages) and len(found.means) == 1
     assert all(not reply.update.arrays and not reply.update.losses for reply in found.replies)
     assert all_finite([list(found.means[0].arrays.values())]) == [True]
+
+
+# Commands and whole runs
+
+
+def test_init_checks_what_the_agreement_says_about_privacy(tmp_path):
+    """Sites that hide who has labels keep no validation images; noise under masks must be written down."""
+    command = (
+        "federation",
+        "init",
+        "--address",
+        "127.0.0.1:9",
+        "--like",
+        "fmnist-mini",
+        "privacy.masks=true",
+    )
+    code, _, err = small.call(*command, "--out", tmp_path / "a", "privacy.epsilon=8", "rounds=20")
+    assert code == 2 and "write privacy.noise=" in " ".join(err.split()) and not (tmp_path / "a").exists()
+    assert small.call(*command, "--out", tmp_path / "b", "privacy.hide=true")[0] == 0
+    agreed = read_agreement(tmp_path / "b")
+    assert agreed.data.validation == 0.0 and agreed.run["privacy"] == {"masks": True, "hide": True}
+
+
+def test_rounds_that_a_crash_undid_count_in_the_account(tmp_path):
+    """The run is cut after two rounds, before its first checkpoint, and trains three: five in all."""
+    run = "rounds = 3\nevaluate_every = 3\nprivacy.noise = 4.0\nprivacy.clip = 0.1\n"
+    agreed = federations.agreed_on("fedavg", federations.terms(0.2, run))
+    transport = federations.network(tmp_path / "sites", agreed, small.SPLIT)
+    steps = coordinate(transport, agreed, tmp_path / "run", clock=federations.Flying().clock)
+    assert [next(steps).t for _ in range(2)] == [1, 2]
+    steps.close()
+    assert [step.t for step in coordinate(transport, agreed, tmp_path / "run")] == [1, 2, 3]
+    told = small.summary_of(tmp_path / "run")["privacy"]
+    assert told["epsilon"] == spent(4.0, 1.0, 5, 1e-5) and told["rate"] == 1.0
