@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedhassle.errors import require
+
 # The mixing function of splitmix32: xor with a shift, then multiply, twice.
 MIXING = ((16, 0x21F0AAAD), (15, 0x735A2D97))
 LAST_SHIFT = 15
@@ -62,6 +64,7 @@ class SeededDropout(TorchFunctionMode):
 
     def dropped(self, x: Tensor, shape: tuple[int, ...], p: float, training: bool, inplace: bool) -> Tensor:
         """Returns x with entries set to 0 with probability p, and the others divided by 1 − p."""
+        require(0 <= p <= 1, f"the probability of dropout must be from 0 to 1, got {p}")
         if not training or p == 0:
             return x
         if p == 1:
@@ -85,8 +88,12 @@ class SeededDropout(TorchFunctionMode):
         """Drops channels of (B, C, D, H, W) or (C, D, H, W)."""
         return self.dropped(x, per_channel(x, 1 if x.dim() == 4 else 2), p, training, inplace)
 
-    def bernoulli_(self, x: Tensor, p: float = 0.5) -> Tensor:
+    def bernoulli_(
+        self, x: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         """Fills x with ones with probability p, and with zeros: stochastic depth drops blocks by it."""
+        if generator is not None or isinstance(p, Tensor):
+            return x.bernoulli_(p, generator=generator)  # as PyTorch does
         return x.fill_(p) if p in (0, 1) else x.copy_(self.chosen(tuple(x.shape), p))
 
 

@@ -89,6 +89,19 @@ def test_nothing_and_everything_can_be_dropped(p):
     assert mode.draws == 0
 
 
+def test_what_has_a_generator_of_its_own_keeps_it():
+    x, y = torch.empty(50), torch.empty(50)
+    with SeededDropout(seed(3)) as mode:
+        x.bernoulli_(0.5, generator=torch.Generator().manual_seed(4))
+    y.bernoulli_(0.5, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(x, y) and mode.draws == 0
+
+
+def test_a_probability_beyond_1_is_refused():
+    with SeededDropout(seed(3)), pytest.raises(ValueError, match=r"from 0 to 1, got 1\.5"):
+        F.dropout(torch.ones(3), 1.5)
+
+
 def test_masks_are_random_enough():
     """Shares, neighbours, draws and steps: each count is within five standard deviations."""
     n, rows = 20_000, []

@@ -50,14 +50,8 @@ BASELINES = pytest.mark.parametrize(
 )
 NETWORKS = pytest.mark.parametrize(
     ("build", "side", "width"),
-    [
-        (LeNet, 12, 0.5),
-        (small.ConvNet, 12, 1.0),
-        (ResNet8, 6, 0.125),
-        (small.Dropping, 12, 1.0),
-        (WideResNet28, 6, 0.125),
-    ],
-    ids=["lenet", "own", "resnet8", "dropout", "wrn-28-2"],
+    [(LeNet, 12, 0.5), (small.ConvNet, 12, 1.0), (ResNet8, 6, 0.125), (small.Dropping, 12, 1.0)],
+    ids=["lenet", "own", "resnet8", "dropout"],
 )
 
 
@@ -566,6 +560,11 @@ def test_every_step_of_baselines_compiles_and_is_the_eager_one(name, settings, q
 def test_a_step_of_every_network_compiles(build, side, width, quick_compiler):
     method = made("hassle", build, side, width, residual_target="with_residual")
     assert_compiled_is_eager(method, site(side, unlabelled=0))
+
+
+def test_a_step_of_a_deep_network_compiles(quick_compiler):
+    """WRN-28-2: on a CPU its logits depend on the size of the batch by a rounding, so its bits may differ."""
+    assert_compiled_is_eager(made("hassle", WideResNet28, 6, 0.125), site(6, unlabelled=0))
 
 
 @pytest.mark.parametrize("settings", [{"optimiser": "adamw", "weight_decay": 0.1}, {"nesterov": True}])

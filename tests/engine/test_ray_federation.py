@@ -360,6 +360,12 @@ def test_few_clients_give_the_same_bits_on_two_workers(name, two, shared, monkey
     assert bool(mine) == (name in {"rscfed", "fedmatch"})
 
 
+def test_dropout_and_optimisers_are_the_same_on_two_workers(two, shared):
+    settings = {"optimiser": "adamw", "lr": 0.002, "weight_decay": 0.01, "lr_warmup": 2}
+    method = FedAvg(small.net(small.Dropping), **small.QUICK, **settings)
+    assert_same(rounds_of(method, two), rounds_of(method, small.simulator(shared)))
+
+
 @pytest.mark.parametrize("method", [small.hassle(), small.made("rscfed")], ids=["hassle", "rscfed"])
 def test_many_clients_give_the_same_bits_on_any_number_of_workers(method, two, shared, monkeypatch):
     """Three groups of six clients, in calls of one client each.
