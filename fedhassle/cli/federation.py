@@ -70,7 +70,10 @@ def node(
     show_checks(checks)
     if only_waits(checks):
         say("waiting for the server; Ctrl-C ends this")
-        checks = awaited_server(checks, parsed_address(agreement.address), folder.ca)
+        try:
+            checks = awaited_server(checks, parsed_address(agreement.address), folder.ca)
+        except KeyboardInterrupt:
+            raise typer.Exit(STOPPED) from None
         show_checks(checks)
     failed = [check.name for check in checks if not check.ok]
     require(not failed, f"{site} cannot join yet ({', '.join(failed)}): see the advice above")

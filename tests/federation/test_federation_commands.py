@@ -26,6 +26,7 @@ from fedhassle.federation.flower import process_tree, processes
 from fedhassle.federation.flower.logs import LogReader
 from fedhassle.federation.server import host
 from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.setup import reach
 from fedhassle.federation.setup.admission import AdmittedSite, admit_site, admitted
 from fedhassle.federation.setup.demo import write_demo_sites
 from fedhassle.federation.setup.folder import FederationFolder
@@ -238,6 +239,21 @@ def test_a_node_that_fails_its_checks_says_why_and_does_not_start(coordinator, p
     words = ("--federation", coordinator, "--name", "x", "--device", "gpu")
     code, _, err = call("federation", "node", "--data", pictures, *words)
     assert code == 2 and "--device must be auto, cpu or cuda" in err
+
+
+def test_a_node_waits_for_its_server(coordinator, pictures, monkeypatch):
+    """Nothing else is wrong; here its user does not wait so long."""
+    folder, waited = FederationFolder(coordinator), []
+    make_site_key(folder.site_key("x"), folder.site_public("x"), "x")
+
+    def interrupted(checks, address, ca):
+        waited.append(address)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reach, "awaited_server", interrupted)
+    code, out, _ = call("federation", "node", "--data", pictures, "--federation", coordinator, "--name", "x")
+    assert code == 130 and "waiting for the server" in out and len(waited) == 1
+    assert "refuses connections" in one_line(out)
 
 
 def test_a_demo_does_not_write_into_an_existing_folder(pictures):
