@@ -16,10 +16,14 @@ import numpy.typing as npt
 
 from fedhassle.data import download, npz, published
 from fedhassle.data.npz import Images, Labels
-from fedhassle.data.site.sites import Size, read_sites
+from fedhassle.data.site.patients import Patients
+from fedhassle.data.site.sites import SiteImages, read_sites
+from fedhassle.data.site.validation import chosen_groups, digests_of, groups_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import atomic
 from fedhassle.names import brief, counted, nearest
+
+AS_THEY_ARE = SiteImages()
 
 
 class Sites(NamedTuple):
@@ -28,6 +32,7 @@ class Sites(NamedTuple):
     of: Labels  # (N,), from 0: the site of each image
     names: tuple[str, ...]
     notes: tuple[str, ...]  # for the reader
+    patients: Patients | None = None  # (N,), 0 = unknown
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -240,18 +245,16 @@ def load(
     name: str | Path,
     folder: Path | None = None,
     progress: bool = True,
-    size: Size | None = None,
-    channels: int | None = None,
+    of_sites: SiteImages = AS_THEY_ARE,
 ) -> Dataset:
     """Loads a set of the catalogue, which is downloaded on first use; or an .npz or folder of sites by path.
 
-    The images of a folder of sites are converted to a size (height, width) and to 1 or 3 channels; by default
-    they stay as they are.
+    `of_sites` says how the images of a folder of sites are read; by default they stay as they are.
     """
     entry = CATALOGUE.get(str(name))
     if entry is None and os.path.isdir(name):  # noqa: PTH112 - any string goes
-        return _load_sites(Path(name), size, channels)
-    given = [key for key, value in (("size", size), ("channels", channels)) if value is not None]
+        return _load_sites(Path(name), of_sites)
+    given = [key for key, value in of_sites._asdict().items() if value is not None]
     require(not given, f"data.{' and data.'.join(given)} is for a folder of sites; {name} is none")
     if entry is not None:
         return _load_entry(entry, folder, progress)
@@ -288,13 +291,16 @@ def _cache() -> Path:
 def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     """Replaces the test set by a share of the training images of each class, at least one.
 
-    Settings are chosen on these images, never on the test set. Images without a label are never held out.
+    Settings are chosen on these images, never on the test set. Images without a label are never held out. If
+    patients are known, a share of the patients of each class is held out, with all of their images.
     """
     if not 0 < share < 1:
         raise UserError(f"the share to hold out must lie between 0 and 1, got {share}")
     if seed < 0:
         raise UserError(f"the seed must not be negative, got {seed}")
     generator, held = np.random.default_rng(seed), np.zeros(len(dataset.y_train), bool)
+    if dataset.sites is not None and dataset.sites.patients is not None:
+        return _hold_out_patients(dataset, dataset.sites, dataset.sites.patients, share, generator)
     for label, name in enumerate(dataset.class_names):
         members = generator.permutation(np.flatnonzero(dataset.y_train == label))
         if len(members) < 2:
@@ -305,6 +311,19 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     x, y, sites = dataset.x_train, dataset.y_train, dataset.sites
     left = None if sites is None else sites._replace(of=sites.of[~held])
     return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[held], y_test=y[held], sites=left)
+
+
+def _hold_out_patients(
+    dataset: Dataset, sites: Sites, patients: Patients, share: float, generator: np.random.Generator
+) -> Dataset:
+    """Replaces the test set by the labelled images of some patients; their other images are left out."""
+    x, y = dataset.x_train, dataset.y_train
+    groups, keys = groups_of(patients, digests_of(x))
+    drawn = generator.permutation(len(keys)).astype(np.uint64)
+    held = chosen_groups(groups, drawn, y, share)[groups]
+    require(bool(held.any()), f"{dataset.name}: too few patients to hold some out")
+    left, test = sites._replace(of=sites.of[~held], patients=patients[~held]), held & (y >= 0)
+    return replace(dataset, x_train=x[~held], y_train=y[~held], x_test=x[test], y_test=y[test], sites=left)
 
 
 def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> Dataset:
@@ -343,9 +362,9 @@ def _own(name: str, arrays: npz.NpzData) -> Dataset:
     return Dataset(name, *arrays, net, mean, std, True, crop, content_hash(*arrays[:4]))
 
 
-def _load_sites(path: Path, size: Size | None, channels: int | None) -> Dataset:
+def _load_sites(path: Path, how: SiteImages) -> Dataset:
     """Loads a folder of sites, without test images; defaults as for a user's file."""
-    found = read_sites(path, size, channels)
+    found = read_sites(path, how)
     height, width, depth = found.x.shape[1:]
     mean, std = statistics(found.x)
     net, crop = default_entry(depth).net, default_crop(height, width)
@@ -353,7 +372,8 @@ def _load_sites(path: Path, size: Size | None, channels: int | None) -> Dataset:
     return Dataset(
         f"{path.name}/",  # with a slash it differs from the names of the catalogue
         *(found.x, found.y, found.x[:0], found.y[:0], found.class_names, net, mean, std, True, crop, content),
-        Sites(found.site, found.names, found.notes),
+        Sites(found.site, found.names, found.notes, found.patients),
+        how.intensities,
     )
 
 

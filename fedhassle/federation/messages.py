@@ -68,6 +68,7 @@ class Hits(NamedTuple):
 
     right: dict[str, int]  # by prediction
     images: int
+    effective: int | None = None  # independent images that tell as much, if the site knows its patients
 
 
 def to_json(words: Mapping[str, Any]) -> str:
@@ -292,7 +293,12 @@ def read_hits(words: Mapping[str, Any], images: int) -> Hits:
         raise RefusedError(f"it evaluated on {count:,} images, but joined with {images:,} for validation")
     if not count or max(checked.values()) > count:
         raise RefusedError(f"its hits are {short(right)} of {count} samples")
-    return Hits(checked, count)
+    if "effective" not in words:
+        return Hits(checked, count)
+    effective = count_of(words["effective"], "effective")
+    if not 0 < effective <= 2 * count:  # coarse counts may be off by a factor of √2 each way
+        raise RefusedError(f"its {count:,} images are worth {effective:,}")
+    return Hits(checked, count, min(effective, count))
 
 
 def coarse(count: int) -> int:

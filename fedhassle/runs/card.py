@@ -129,10 +129,12 @@ def class_table(found: Mapping[str, float | None]) -> str:
 def about_sites(summary: Metrics) -> str:
     """The line above the table of sites."""
     more = "AUROC: mean over classes, each against the rest; ECE: calibration error; recall by class. "
-    known = any("recall" in site for site in summary["history"][-1]["sites"].values())
+    found = summary["history"][-1]["sites"].values()
+    known, by_patient = (any(key in site for site in found) for key in ("recall", "effective"))
+    worth = ", by patient where a site knows them" if by_patient else ""
     return (
         f"Each site's own figures with {cell(summary['headline'])} at the last evaluation, as the sites "
-        f"report them ((…): 95 % interval). {more if known else ''}Few validation images tell little."
+        f"report them ((…): 95 % interval{worth}). {more if known else ''}Few validation images tell little."
     )
 
 

@@ -18,6 +18,7 @@ from fedhassle.averaging import Averaged
 from fedhassle.data import catalogue
 from fedhassle.data.catalogue import Dataset, Sites
 from fedhassle.data.npz import LARGEST_SIDE
+from fedhassle.data.site.sites import SiteImages
 from fedhassle.data.split import split
 from fedhassle.data.split.cuts import SPLIT_KINDS
 from fedhassle.data.split.split import ClientRow, Split, table
@@ -119,7 +120,8 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
     """The images, with normalisation and augmentation from the settings."""
     data = settings.data
     folder = None if data.folder is None else Path(data.folder)
-    dataset = catalogue.load(data.name, folder, progress, image_size(data), data.channels)
+    of_sites = SiteImages(image_size(data), data.channels, data.patients, data.intensities)
+    dataset = catalogue.load(data.name, folder, progress, of_sites)
     given = {k: v for k in ("mean", "std", "flip", "crop") if (v := getattr(data, k)) is not None}
     for key in ("mean", "std"):
         if key in given:

@@ -83,6 +83,8 @@ class DataSettings(BaseModel):
     crop: int | None = Field(default=None, ge=0)
     size: int | list[int] | None = None  # of the images of sites: the side, or height and width
     channels: Literal[1, 3] | None = None  # of the images of sites
+    patients: str | None = None  # of sites: how the patient of an image is known; test patients are held out
+    intensities: str | None = None  # of sites: how grey images of more than 8 bits become 0 … 255
 
 
 class SplitSettings(BaseModel):

@@ -6,8 +6,9 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+from dicom_files import write
 from PIL import Image
-from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels import apply_windowing
 from pydicom.sequence import Sequence
@@ -19,8 +20,6 @@ from pydicom.uid import (
     JPEGBaseline8Bit,
     JPEGLosslessSV1,
     RLELossless,
-    SecondaryCaptureImageStorage,
-    generate_uid,
 )
 
 from fedhassle.data.site import dicom
@@ -32,34 +31,6 @@ from fedhassle.predict.images import image_sources, read_batch
 
 SMOOTH = np.linspace(0, 1, 48 * 64).reshape(48, 64)
 CT = np.floor(SMOOTH * 4095).astype(np.uint16)  # stored: 1024 below the Hounsfield units
-
-
-def write(path, pixels, syntax=ExplicitVRLittleEndian, frames=None, bits=None, **elements):
-    """Writes (H, W), (H, W, 3) or, with frames, (N, H, W) values; returns the path."""
-    meta = FileMetaDataset()
-    meta.MediaStorageSOPClassUID, meta.TransferSyntaxUID = SecondaryCaptureImageStorage, syntax
-    meta.MediaStorageSOPInstanceUID = generate_uid()
-    little = syntax != ExplicitVRBigEndian
-    made = FileDataset(path, {}, file_meta=meta, preamble=b"\0" * 128, is_little_endian=little)
-    made.SOPClassUID, made.SOPInstanceUID = meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID
-    colour = pixels.ndim == 3 and frames is None
-    made.Rows, made.Columns = pixels.shape[:2] if frames is None else pixels.shape[1:3]
-    made.SamplesPerPixel, made.PhotometricInterpretation = (3, "RGB") if colour else (1, "MONOCHROME2")
-    made.BitsAllocated = 8 * pixels.itemsize
-    made.BitsStored = bits or made.BitsAllocated
-    made.HighBit, made.PixelRepresentation = made.BitsStored - 1, int(pixels.dtype.kind == "i")
-    if colour:
-        made.PlanarConfiguration = 0
-    if frames is not None:
-        made.NumberOfFrames = frames
-    made.PixelData = pixels.astype(pixels.dtype.newbyteorder("<" if little else ">")).tobytes()
-    for name, value in elements.items():
-        setattr(made, name, value)
-    if syntax in (RLELossless,):
-        made.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-        made.compress(syntax)
-    made.save_as(path, enforce_file_format=True)
-    return path
 
 
 def read(path, rule=None, channels=1, frame=0):

@@ -9,6 +9,8 @@ from PIL import Image
 from small import call, metrics_of, strict, summary_of
 
 import fedhassle
+from fedhassle.data import catalogue
+from fedhassle.data.site.sites import SiteImages
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
 from fedhassle.settings.build import build_dataset, build_split, expected_hash, settings_hash
@@ -210,3 +212,35 @@ def test_a_folder_does_not_hide_a_named_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert small.resolved("data=fmnist-mini").data.name == "fmnist-mini"
     assert fedhassle.dataset("fmnist-mini").classes == 10
+
+
+def test_deep_images_and_patients_of_sites(tmp_path):
+    """12 bits in 16 give the pixels of the 8-bit originals; held-out patients are in no training image."""
+    rng = np.random.default_rng(0)
+    for name in ("north", "south"):
+        for kind in ("eight", "twelve"):
+            (tmp_path / kind / name).mkdir(parents=True)
+        rows = ["file,label,patient"]
+        for k in range(40):
+            pixels = rng.integers(0, 256, (8, 8), dtype=np.uint8)
+            deep = pixels.astype(np.uint16) * 16 + rng.integers(0, 16, (8, 8), dtype=np.uint16)
+            Image.fromarray(pixels).save(tmp_path / "eight" / name / f"{k}.tif")
+            Image.fromarray(deep).save(tmp_path / "twelve" / name / f"{k}.tif")
+            rows.append(f"{k}.tif,{'' if k % 4 == 3 else 'ab'[k // 4 % 2]},{k // 4}")
+        for kind in ("eight", "twelve"):
+            (tmp_path / kind / name / "labels.csv").write_text("\n".join(rows))
+    eight = catalogue.load(tmp_path / "eight", of_sites=SiteImages(patients="column"))
+    deep = SiteImages(patients="column", intensities="12 bits")
+    twelve = catalogue.load(tmp_path / "twelve", of_sites=deep)
+    assert (eight.x_train == twelve.x_train).all() and twelve.intensities == "12 bits"
+    with pytest.raises(UserError, match="keep few of its levels"):
+        catalogue.load(tmp_path / "twelve")
+    people = twelve.sites.patients
+    assert len(np.unique(people)) == 20  # patient 1 of the north is not that of the south
+    held = catalogue.hold_out(twelve, 0.2, seed=3)
+    left = {*held.sites.patients}
+    assert len(held.y_test) == 12 and (held.y_test >= 0).all() and len(held.y_train) == 64 and len(left) == 16
+    where = {image.tobytes(): who for image, who in zip(twelve.x_train, people, strict=True)}
+    assert not left & {where[image.tobytes()] for image in held.x_test}
+    other = catalogue.hold_out(twelve, 0.2, seed=4)
+    assert {*other.sites.patients} != left

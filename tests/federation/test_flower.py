@@ -47,6 +47,7 @@ from fedhassle.federation.setup.admission import admit_site, admitted, expel_sit
 from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
 from fedhassle.federation.setup.proxy import spare_loopback
+from fedhassle.federation.site.node import patient_secret
 from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
 from fedhassle.settings.build import build_method, build_net
@@ -56,13 +57,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 LIMIT = 600.0  # seconds to wait for anything
 SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
 ROGUE, PROXIED = "partial", "unlabelled"
-LATE = "unlabelled"  # a folder of images, whose labels come later
+LATE = "unlabelled"  # a folder of images with 12 bits, whose labels come later
 
 
 # A deployment
 
 
-DATA = DataTerms(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,), flip=True, crop=0, validation=0.2)
+DATA = DataTerms(
+    *(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,)),
+    **{"flip": True, "crop": 0, "validation": 0.2, "patients": "column", "intensities": "12 bits"},
+)
 
 
 def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, **more):
@@ -86,10 +90,12 @@ class Deployment:
         for name, labelled in SITES.items():
             y = np.arange(40) % 4
             x = np.clip(centres[y] + rng.normal(0, 25, (40, 28, 28, 1)), 0, 255).astype(np.uint8)
-            np.savez(folder / f"{name}.npz", x=x, y=np.where(np.arange(40) < labelled, y, -1))
+            y = np.where(np.arange(40) < labelled, y, -1)
+            np.savez(folder / f"{name}.npz", x=x, y=y, patient=np.arange(40) // 4)
         (folder / LATE).mkdir()
         for k, image in enumerate(x[..., 0]):  # of the last one
-            Image.fromarray(image).save(folder / LATE / f"{k:02}.png")
+            Image.fromarray(image.astype(np.uint16) << 4).save(folder / LATE / f"{k:02}.tif")
+        patient_secret(folder)  # these nodes share a folder
 
     def data(self, name):
         return self.folder / (name if name == LATE else f"{name}.npz")
@@ -193,8 +199,12 @@ def simulated(deployment, rounds):
     agreed = read_agreement(deployment.files.agreement)
     images, labels, parts, start = [], [], [], 0
     for name in sorted(SITES):
-        site = read_site(deployment.data(name), agreed.data.form)
-        parts.append([rows + start for rows in partition(site.x, site.y, agreed.data.validation)[:2]])
+        site = read_site(deployment.data(name), agreed.data.form, secret=patient_secret(deployment.folder))
+        uses = partition(site.x, site.y, agreed.data.validation, site.patients)
+        if site.patients is not None:
+            trained = {*site.patients[uses.labelled], *site.patients[uses.unlabelled]}
+            assert len(uses.validation) > 0 and not trained & {*site.patients[uses.validation]}
+        parts.append([rows + start for rows in uses[:2]])
         images.append(site.x)
         labels.append(site.y)
         start += len(site.y)
@@ -226,6 +236,15 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     assert set(deployment.tunnel.targets) == {f"localhost:{deployment.port}"}
     (line,) = small.metrics_of(deployment.folder / "equal")
     assert set(line["sites"]) == {"full", "partial"}  # a site without labels cannot evaluate
+    assert all(1 <= site["effective"] <= site["count"] for site in line["sites"].values())
+    joined = {event["site"]: event for event in deployment.events("equal", "joined")}
+    assert [joined[name].get("patients") for name in ("full", "partial", LATE)] == [10, 10, None]
+    model = fedhassle.load(deployment.folder / "equal")
+    assert model.intensities.text == "12 bits" and model.about["sites"]["patients"] == 20
+    assert (
+        "of 20 patients at the 2 sites that know them"
+        in (deployment.folder / "equal" / "model.md").read_text()
+    )
 
 
 GARBAGE = {  # what the rogue does in each round, and what the server says about it
@@ -469,7 +488,7 @@ def see_status(deployment):
 
 def label_late(deployment, label):
     """Labels half of a site's images, ten seconds ago: its node waits until a file no longer changes."""
-    lines = ["file,label", *(f"{k:02}.png,{label if k == 0 else 'abcd'[k % 4]}" for k in range(20))]
+    lines = ["file,label", *(f"{k:02}.tif,{label if k == 0 else 'abcd'[k % 4]}" for k in range(20))]
     file, then = deployment.folder / LATE / "labels.csv", time.time() - 10
     file.with_suffix(".new").write_text("\n".join(lines))
     os.utime(file.with_suffix(".new"), (then, then))

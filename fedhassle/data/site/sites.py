@@ -6,8 +6,9 @@ are the sites' names. The classes are those of all sites together.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ import numpy as np
 
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site.folder import ImageForm, SiteData, read_site, site_classes
+from fedhassle.data.site.intensities import intensity_rule
 from fedhassle.data.site.labels import natural_order, nfc, suspicious_names
 from fedhassle.data.site.listing import LABEL_FILE, is_ignored
+from fedhassle.data.site.patients import Patients, parsed_patients
 from fedhassle.data.site.pictures import SUFFIXES
 from fedhassle.data.site.survey import DEFAULT_SIDE, is_grey, skipped
 from fedhassle.errors import UserError, require
@@ -24,6 +27,15 @@ from fedhassle.names import counted, some_of
 
 Size = tuple[int, int]
 """Height and width in pixels."""
+
+
+class SiteImages(NamedTuple):
+    """How the images of sites are read; None: as they are."""
+
+    size: Size | None = None
+    channels: int | None = None
+    patients: str | None = None  # how the patient of an image is known
+    intensities: str | None = None  # how grey images of more than 8 bits become 0 … 255
 
 
 class SitesData(NamedTuple):
@@ -35,23 +47,26 @@ class SitesData(NamedTuple):
     names: tuple[str, ...]
     class_names: tuple[str, ...]
     notes: tuple[str, ...]  # on files that are skipped and labels that are ignored
+    patients: Patients | None  # (N,), 0 = unknown; None: no site knows them
 
 
-def read_sites(folder: Path, size: Size | None = None, channels: int | None = None) -> SitesData:
+def read_sites(folder: Path, how: SiteImages | None = None) -> SitesData:
     """Reads the images of all sites; without a size or channels, those of the files themselves."""
-    paths = site_paths(folder)
+    size, channels, patients, intensities = how or SiteImages()
+    paths, rule = site_paths(folder), intensity_rule(intensities)
     class_names = classes_of(folder, paths)
     sites = {}
     if size is None or channels is None:
         # Sizes and colours are known only after reading.
-        form = ImageForm(class_names, DEFAULT_SIDE, DEFAULT_SIDE, 3)
+        form = ImageForm(class_names, DEFAULT_SIDE, DEFAULT_SIDE, 3, intensities=rule)
         sites = {name: read_site(path, form) for name, path in paths.items()}
     height, width = size or common_size(folder, sites)
     depth = channels or (
         1 if is_grey(info.mode for site in sites.values() for info in site.file_infos) else 3
     )
-    form = ImageForm(class_names, height, width, depth)
-    sites = {name: read_site(path, form) for name, path in paths.items()}
+    people = None if patients is None else parsed_patients(patients)
+    form = ImageForm(class_names, height, width, depth, people, rule)
+    sites = {name: read_site(path, form, secret=secret_of(name)) for name, path in paths.items()}
     notes = [note for name, site in sites.items() for note in notes_on(name, site)]
     return SitesData(
         np.concatenate([site.x for site in sites.values()]),
@@ -60,7 +75,21 @@ def read_sites(folder: Path, size: Size | None = None, channels: int | None = No
         tuple(sites),
         class_names,
         (*notes, *suspicious_names(class_names)),
+        patients_of(sites.values()),
     )
+
+
+def secret_of(name: str) -> bytes:
+    """Returns the key of the hashes of a site's patients: patient 1 of another site is someone else."""
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+
+
+def patients_of(sites: Collection[SiteData]) -> Patients | None:
+    """Returns the patients of all sites; None if no site knows them."""
+    if all(site.patients is None for site in sites):
+        return None
+    nobody = [np.zeros(len(site.y), np.uint64) if site.patients is None else site.patients for site in sites]
+    return np.concatenate(nobody)
 
 
 def site_paths(folder: Path) -> dict[str, Path]:

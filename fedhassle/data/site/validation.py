@@ -39,7 +39,7 @@ def partition(x: Images, y: Labels, share: float, patients: Patients | None = No
         held = np.isin(digests, digests[_by_pixels(digests, y, share)])
     else:
         groups, keys = groups_of(patients, digests)
-        held = _by_groups(groups, keys, y, share)[groups]
+        held = chosen_groups(groups, keys, y, share)[groups]
     labelled = y >= 0
     return Partition(
         np.flatnonzero(labelled & ~held), np.flatnonzero(~labelled & ~held), np.flatnonzero(labelled & held)
@@ -105,7 +105,7 @@ def groups_of(patients: Patients, digests: Numbers) -> tuple[Rows, Numbers]:
     return numbers[groups], keys[left]
 
 
-def _by_groups(groups: Rows, keys: Numbers, y: Labels, share: float) -> Flags:
+def chosen_groups(groups: Rows, keys: Numbers, y: Labels, share: float) -> Flags:
     """Returns which groups are kept for validation: of each class the share with the lowest keys.
 
     A group with images of several classes counts for the rarest of them.

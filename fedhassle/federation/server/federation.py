@@ -267,10 +267,14 @@ class FlowerFederation:
 
 
 def site_entry(method: Method, hits: Hits) -> dict[str, Any]:
-    """A site's entry in a line of metrics: its accuracy, with a 95 % interval of the headline's."""
+    """A site's entry in a line of metrics: its accuracy, with a 95 % interval of the headline's.
+
+    If the site knows its patients, the interval is by patient: of as many images as they are worth.
+    """
     found = accuracy(method, [hits])
-    interval = wilson(round(found[method.headline] * hits.images), hits.images)
-    return {"accuracy": found, "count": hits.images, "accuracy_95": list(interval)}
+    interval = wilson(round(found[method.headline] * hits.images), hits.images, hits.effective)
+    worth = {} if hits.effective is None else {"effective": hits.effective}
+    return {"accuracy": found, "count": hits.images, **worth, "accuracy_95": list(interval)}
 
 
 def accuracy(method: Method, hits: Sequence[Hits]) -> dict[str, float]:

@@ -20,7 +20,7 @@ import torch
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.folder import SiteData, read_site
-from fedhassle.data.site.patients import UNKNOWN, Patients, count_patients
+from fedhassle.data.site.patients import UNKNOWN, Patients, count_patients, told_apart
 from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.data.site.validation import Partition, partition, relabelled
 from fedhassle.data.split.split import Split
@@ -50,6 +50,7 @@ from fedhassle.federation.site.plan import PLAN, agreed_method, require_lengths
 from fedhassle.files import write_text
 from fedhassle.method import Client, Method, Update
 from fedhassle.names import some_of
+from fedhassle.predict.scores import effective_images
 from fedhassle.provenance import versions
 from fedhassle.vectors import Arrays
 
@@ -277,7 +278,7 @@ class SiteNode:
             torch.from_numpy(a[rows]).to(device) for a in (self.dataset.x_train, self.dataset.y_train)
         )
         views, agreed = run.simulator.trainer.views, self.agreement.data
-        keep = agreed.class_figures is not None
+        keep = agreed.class_figures is not None or self.patients is not None
         found = counts_of(run.method, state, images, y, views, keep=keep)
         log.info(
             "round %s: evaluated the model on %d validation images", payload.words.get("round"), len(rows)
@@ -285,10 +286,15 @@ class SiteNode:
         # Not by class: that would tell how many images of each class the site holds.
         count, right = self._reported(len(rows)), {name: sum(hit) for name, hit in found.right.items()}
         words = {"right": {k: round(n * count / len(rows)) for k, n in right.items()}, "count": count}
+        if not keep:
+            return Payload(words)
+        shares, labels = found.logits[run.method.headline].softmax(1).cpu().numpy(), y.cpu().numpy()
+        if self.patients is not None:
+            worth = effective_images(shares.argmax(1) == labels, told_apart(self.patients[rows]))
+            words["effective"] = self._reported(max(1, int(worth)))
         if agreed.class_figures is None:
             return Payload(words)
-        shares = found.logits[run.method.headline].softmax(1).cpu().numpy()
-        figures = own_figures(shares, y.cpu().numpy(), agreed.class_names, agreed.class_figures)
+        figures = own_figures(shares, labels, agreed.class_names, agreed.class_figures)
         return Payload({**words, "figures": figures})
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
