@@ -43,7 +43,8 @@ class Unconfirmed:
                 return None
             if delivery is not None:
                 self._open[key] = (message, delivery, times + 1)
-                log.warning("a message was lost on its way and is delivered again (%s…)", message[:8])
+                if not times:
+                    log.warning("a message was lost on its way and is delivered again (%s…)", message[:8])
             return delivery
 
     def confirm(self, message: str) -> None:
