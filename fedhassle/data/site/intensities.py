@@ -28,7 +28,8 @@ WAYS = "'N bits' (8 to 16), 'window LOW HIGH', 'percentiles LOW HIGH' or 'own wi
 FEW = 64  # neighbouring levels of 256: images that keep no more are refused
 MIDDLE = (2, 98)  # percentiles: burnt-in letters and dead pixels lie beyond
 BEYOND = 0.02  # the largest share of pixels that may exceed the agreed bits
-ADVICE = "agree on how intensities become 0 … 255 (intensities under [data], such as '12 bits')"
+AGREE = "agree on how intensities become 0 … 255 (--intensities, or intensities under [data], such as"
+ADVICE, WINDOW_ADVICE = f"{AGREE} '12 bits')", f"{AGREE} 'window -160 240')"
 
 
 class UnusableError(Exception):
@@ -119,11 +120,15 @@ def _by_bits(values: Values, rule: IntensityRule) -> Images:
     low, high = values.min().item(), values.max().item()
     if values.dtype.kind == "f":
         if not (low >= 0 and high <= 1):  # written so that NaN is rejected too
-            raise UnusableError(f"holds floats from {low:g} to {high:g}: scale them to [0, 1], or {ADVICE}")
+            raise UnusableError(
+                f"holds floats from {low:g} to {high:g}: scale them to [0, 1], or {WINDOW_ADVICE}"
+            )
         floats: Images = np.rint(values * 255).astype(np.uint8)
         return floats
     if low < 0 or high >= 2**16:
-        raise UnusableError(f"holds numbers from {low} to {high}: scale them to 8 or 16 bits, or {ADVICE}")
+        raise UnusableError(
+            f"holds numbers from {low} to {high}: scale them to 8 or 16 bits, or {WINDOW_ADVICE}"
+        )
     top = 2**rule.bits - 1
     if np.count_nonzero(values > top) > BEYOND * values.size:
         raise UnusableError(
