@@ -228,8 +228,8 @@ from fedhassle.methods.fedavg import FedAvg
 class Ours(FedAvg):
     strength: float = 0.5
 
-    def sgd(self, decay=0.0):
-        return super().sgd(decay)
+    def local_optimiser(self, decay=None):
+        return super().local_optimiser(decay)
 """
 
 

@@ -32,7 +32,7 @@ def completed(monkeypatch, shell, *words):
         (("run", "--vary", "se"), ["seed="]),
         (("run", "quick", "--vary", "split.k"), ["split.kind="]),
         (("run", "method", "=", "fedp"), ["fedprox"]),  # Bash breaks words at =
-        (("run", "method", "=", "fedprox", "method.m"), ["method.momentum=", "method.mu="]),
+        (("run", "method", "=", "fedprox", "method.mo"), ["method.momentum="]),
         (("run", "seed", "=", "1", "data.fl"), ["data.flip="]),
         (("run", "split.kind", "="), ["authors", "balanced", "dirichlet", "iid"]),
         (("methods", "fixm"), ["fixmatch", "fixmatch-global"]),

@@ -97,7 +97,7 @@ def test_an_unknown_tracker_is_told_those_there_are():
 
 
 def test_an_unknown_network_is_told_those_there_are_before_images_load():
-    with pytest.raises(UserError, match=r"unknown network 'vgg' \(there are lenet, resnet8; your own is"):
+    with pytest.raises(UserError, match=r"unknown network 'vgg' \(there are lenet, .*wrn-28-2; your own is"):
         resolved("net=vgg", "data=nothere.npz")
 
 
