@@ -78,7 +78,7 @@ class Comparison:
     groups: Sequence[SeedGroup]
 
     def __repr__(self) -> str:
-        console = Console(file=StringIO(), width=WIDTH)
+        console = Console(file=StringIO(), width=WIDTH, force_jupyter=False)
         for one in (comparison_table(self.groups), own_table(self.groups)):
             if one is not None:
                 console.print(one)

@@ -333,7 +333,7 @@ def test_the_notebook_runs_as_it_is_stored(tmp_path, monkeypatch, module):
     outputs = [out for cell in stored["cells"] for out in cell.get("outputs", ())]
     assert len(cells) > 8 and not any(out["output_type"] == "error" for out in outputs)
     source = "\n".join(cells)
-    shorter = source.replace("rounds, seeds = 12, [0, 1]", "rounds, seeds = 1, [0]")
+    shorter = source.replace("rounds, seeds = 6, [0, 1]", "rounds, seeds = 1, [0]")
     assert shorter != source
     monkeypatch.chdir(tmp_path)
     made = importlib.import_module(module("tour", shorter))

@@ -66,12 +66,34 @@ def page(report: Report) -> str:
         findings=findings(report),
         changed=list(dict.fromkeys(itertools.chain(*(one.changes for one in report.sections)))),
         complete=sum(one.done == one.runs for one in report.sections),
+        marks=marks_in(report),
+        every=[result for section in report.sections for result in section.results],
         environments=letter,
         made_with=made_with,
         shared=None if shared is None else draw_holdings(shared, "split-shared"),
         splits={name: own_splits(name, its, shared) for name, its in every.items()},
     )
     return text.strip() + "\n"
+
+
+def marks_in(report: Report) -> set[str]:
+    """The marks that occur in the tables of a report, which its legend explains."""
+    tables = [result_table(section) for section in report.sections]
+    rows = [row for table in tables for row in table.rows]
+    entries = [entry for row in rows for entry in row.cells if entry is not None]
+    gaps = [gap for entry in entries if (gap := wording.gap(entry)) is not None]
+    found = {
+        "paper": any(wording.paper(entry.measurement) is not None for entry in entries),
+        "above": any(gap > 0 for gap in gaps),
+        "below": any(gap < 0 for gap in gaps),
+        "best": any(entry.best for entry in entries),
+        "best on": any(entry.best_on for entry in entries),
+        "alone": any(note.startswith("seed ") for entry in entries for note in wording.notes(entry)),
+        "lacking": any(wording.lacking(entry.result) not in ("", "not run") for entry in entries),
+        "missing": any(entry.measurement.ours is None for entry in entries),
+        "own": any(row.own for row in rows),
+    }
+    return {mark for mark, occurs in found.items() if occurs}
 
 
 def resource(name: str) -> str:

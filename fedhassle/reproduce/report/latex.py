@@ -9,11 +9,11 @@ import unicodedata
 from fedhassle.reproduce.report.content import Report, Section
 from fedhassle.reproduce.report.layout import ResultTable, TableCell, TableRow, result_table
 from fedhassle.reproduce.report.wording import (
-    HOW_TO_READ,
     MISSING_MARK,
     bold,
     devices,
     gap,
+    how_to_read,
     lacking,
     ours,
     paper,
@@ -47,7 +47,12 @@ def table(section: Section) -> str:
     made, experiment = result_table(section), section.experiment
     stubs, width = len(made.stub), len(made.headings)
     where = f" ({source(section)})" if source(section) else ""
-    words = [f"{experiment.title}{where}.", changed_settings(section.changes), HOW_TO_READ, marks(made)]
+    words = [
+        f"{experiment.title}{where}.",
+        changed_settings(section.changes),
+        how_to_read(section.results),
+        marks(made),
+    ]
     caption = " ".join(filter(None, words))
     floating = "table*" if stubs + width >= WIDE else "table"
     return "\n".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class ResultTable:
     headings: tuple[tuple[str, ...], ...]  # of each column, one for each level
     rows: tuple[TableRow, ...]
     by_row: bool  # the best is marked in each row, not in each column
+    across: str = ""  # the names of the columns' axes, where the headings do not have them
 
 
 def result_table(section: Section) -> ResultTable:
@@ -81,7 +83,13 @@ def result_table(section: Section) -> ResultTable:
     stub = tuple(experiment.axes[i].label for i in rows) or ("prediction",)
     if experiment.show == "ranking":
         return ResultTable(stub, tuple(headings), ranked(lines), by_row=False)
-    return ResultTable(stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows)
+    labels = [experiment.axes[i].label for i in columns]
+    named = [
+        label for label in labels if not any(word.startswith(f"{label} = ") for word in chain(*headings))
+    ]
+    return ResultTable(
+        stub, tuple(headings), marked(lines, by_row=not rows), by_row=not rows, across=" / ".join(named)
+    )
 
 
 def ranked(lines: Sequence[TableRow]) -> tuple[TableRow, ...]:

@@ -10,11 +10,11 @@ from fedhassle.reproduce.report.content import Report, Section
 from fedhassle.reproduce.report.findings import Finding, findings
 from fedhassle.reproduce.report.layout import ResultTable, TableCell, TableRow, result_table
 from fedhassle.reproduce.report.wording import (
-    HOW_TO_READ,
     MISSING_MARK,
     bold,
     command,
     devices,
+    how_to_read,
     noise,
     notes,
     ours,
@@ -30,7 +30,8 @@ FINDINGS = "findings"  # the name of their block
 def markdown(report: Report) -> str:
     """The whole report."""
     parts = [OWN, f"# {escaped(report.title)}"]
-    parts.append(f"{report.done:,} of {report.runs:,} runs are done. {HOW_TO_READ}")
+    results = [result for section in report.sections for result in section.results]
+    parts.append(f"{report.done:,} of {report.runs:,} runs are done. {how_to_read(results)}")
     every = findings(report)
     if every:
         parts += ["## Do the paper's claims hold?", findings_block(every)]

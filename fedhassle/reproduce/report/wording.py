@@ -6,20 +6,37 @@ import shlex
 from collections.abc import Iterable
 
 from fedhassle.reproduce.experiment import Selection
+from fedhassle.reproduce.paper import HEADLINE
 from fedhassle.reproduce.report.content import DONE, OTHER, PARTIAL, CellResult, Section
 from fedhassle.reproduce.report.findings import Finding
 from fedhassle.reproduce.report.layout import ResultTable, TableCell
 from fedhassle.reproduce.results import PERCENT, Measurement, is_accuracy, unit
+from fedhassle.runs.record import LAST
 
 MISSING_MARK, MINUS = "—", "−"
 HOW_TO_READ = (
     "Numbers are accuracies in % unless stated otherwise. Ours is the mean over seeds ± the sample "
-    "standard deviation; the accuracy of a run is the mean of its last ten evaluations on the test images, "
-    "never the best round."
+    "standard deviation; the accuracy of a run is {mean} on the test images, never the best round."
 )
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 ONE_SEED = (
     "Two GPU runs with the same seed can differ by about 2 points: a smaller gap on one seed means nothing."
 )
+
+
+def how_to_read(results: Iterable[CellResult]) -> str:
+    """What the numbers of a report are."""
+    return HOW_TO_READ.format(mean=mean_of_last(results, "its"))
+
+
+def mean_of_last(results: Iterable[CellResult], whose: str = "the") -> str:
+    """The evaluations behind a figure: ten, or fewer in short runs."""
+    found = {min(LAST, len(one.curves[HEADLINE].rounds)) for one in results if one.runs}
+    if found == {1}:
+        return f"{whose} last evaluation"
+    number = NUMBERS[max(found, default=LAST) - 1]
+    shorter = " (all of a shorter run)" if len(found) > 1 else ""
+    return f"the mean of {whose} last {number} evaluations{shorter}"
 
 
 def ours(measurement: Measurement) -> str:
