@@ -245,6 +245,10 @@ def test_an_experiment_shows_own_numbers_in_its_report(fast, without_residuals, 
     norm = json.loads(run.read_text("utf-8"))["metrics"]["norm"]
     assert f"{norm:.3f}" in (tmp_path / "report.md").read_text("utf-8")
     assert "metrics.norm" in (tmp_path / "report.csv").read_text("utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert '<details open="open"><summary>Accuracy by round' in page and "its last two evaluations" in page
+    for absent in ("not in the paper", "the paper's", "not run yet", "fewer seeds"):  # nothing of it occurs
+        assert absent not in page.partition("How to read the tables")[2]
     code, _, err = call("results", "check", run, "--experiment", "mine.toml")
     assert (code, err) == (0, "")
 
