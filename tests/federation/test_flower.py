@@ -26,7 +26,7 @@ import fedhassle
 from fedhassle.data.site.folder import read_site
 from fedhassle.data.site.validation import partition
 from fedhassle.data.split.split import Split
-from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.rounds import Plan, federate, select
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import (
@@ -50,6 +50,7 @@ from fedhassle.federation.setup.proxy import spare_loopback
 from fedhassle.federation.site.node import patient_secret
 from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
+from fedhassle.method import Client
 from fedhassle.settings.build import build_method, build_net
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -69,10 +70,10 @@ DATA = DataTerms(
 )
 
 
-def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, **more):
+def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, required=(), **more):
     method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
     run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method} | more
-    return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT))
+    return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT, required))
 
 
 class Deployment:
@@ -245,6 +246,16 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
         "of 20 patients at the 2 sites that know them"
         in (deployment.folder / "equal" / "model.md").read_text()
     )
+
+
+def test_a_required_site_takes_part_in_every_round(deployment):
+    """By chance alone, some of these rounds would not ask it."""
+    drawn = [select([Client(name, 1, 1) for name in sorted(SITES)], Plan(4, 1, 5), t) for t in range(1, 5)]
+    missed = next(name for name in SITES if any(name != client.name for (client,) in drawn))
+    deployment.orders({})
+    deployment.submit("required", rounds=4, every=4, minimum=1, required=(missed,), clients_per_round=1)
+    deployment.finish("required")
+    assert all(missed in event["contributed"] for event in deployment.events("required", "round"))
 
 
 GARBAGE = {  # what the rogue does in each round, and what the server says about it
