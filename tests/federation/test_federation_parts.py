@@ -53,7 +53,7 @@ from fedhassle.federation.setup.admission import admit_site
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import fingerprint, make_site_key, read_public_key
 from fedhassle.federation.site import supernode
-from fedhassle.federation.site.node import site_node
+from fedhassle.federation.site.configured import site_node
 from fedhassle.federation.site.supervise import CANNOT_WORK
 
 NAN, INFINITE = float("nan"), float("inf")

@@ -47,7 +47,7 @@ from fedhassle.federation.setup.admission import admit_site, admitted, expel_sit
 from fedhassle.federation.setup.init import create_federation
 from fedhassle.federation.setup.keys import make_site_key, read_public_key
 from fedhassle.federation.setup.proxy import spare_loopback
-from fedhassle.federation.site.node import patient_secret
+from fedhassle.federation.site.configured import patient_secret
 from fedhassle.federation.site.supervise import CANNOT_WORK
 from fedhassle.files import wait_until_free
 from fedhassle.method import Client

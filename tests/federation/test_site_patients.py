@@ -12,7 +12,7 @@ from PIL import Image
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.messages import Hits, Payload, RefusedError, introduction, read_hits
 from fedhassle.federation.server.federation import site_entry
-from fedhassle.federation.site.node import SECRET, site_node
+from fedhassle.federation.site.configured import SECRET, site_node
 from fedhassle.predict.scores import wilson
 
 

@@ -8,7 +8,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedhassle.federation.flower.transport import reply_to
-from fedhassle.federation.site.node import SiteNode, site_node
+from fedhassle.federation.site.configured import site_node
+from fedhassle.federation.site.node import SiteNode
 
 app = ClientApp()
 

@@ -7,7 +7,6 @@ networks come from this package, or are named in the site's own copy of federati
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +18,7 @@ import torch
 
 from fedhassle.data.catalogue import Dataset
 from fedhassle.data.npz import Labels
-from fedhassle.data.site.folder import SiteData, read_site
 from fedhassle.data.site.patients import UNKNOWN, Patients, count_patients, told_apart
-from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.data.site.validation import Partition, partition, relabelled
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
@@ -30,8 +27,8 @@ from fedhassle.engine.evaluate import counts_of
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.transfer import HELD
 from fedhassle.errors import UserError, require
-from fedhassle.federation.agreement import Agreement, agreement_hash, read_agreement
-from fedhassle.federation.build import dataset_of, engine_of, mask_terms, own_code_in, run_settings
+from fedhassle.federation.agreement import Agreement, agreement_hash
+from fedhassle.federation.build import dataset_of, mask_terms, own_code_in, run_settings
 from fedhassle.federation.figures import own_figures
 from fedhassle.federation.messages import (
     Payload,
@@ -45,11 +42,8 @@ from fedhassle.federation.messages import (
 )
 from fedhassle.federation.site.leaving import AnswerLog, outward
 from fedhassle.federation.site.masked import MaskedRounds
-from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
 from fedhassle.federation.site.plan import PLAN, agreed_method, require_lengths
-from fedhassle.files import write_text
 from fedhassle.method import Client, Method, Update
-from fedhassle.names import some_of
 from fedhassle.predict.scores import effective_images
 from fedhassle.provenance import versions
 from fedhassle.vectors import Arrays
@@ -57,9 +51,6 @@ from fedhassle.vectors import Arrays
 log = logging.getLogger("fedhassle")
 
 RUNS_KEPT = 3  # recent runs whose memory a site keeps
-CONFIG_KEYS = ("site", "data", "file", "memory")  # of a node's configuration
-SECRET = "patients.key"  # in a node's folder
-SHOWN = 100  # skipped files that the log names
 
 
 class LostError(UserError):
@@ -324,52 +315,3 @@ class SiteNode:
         runs = sorted(self.memory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for old in [path for path in runs if path.is_dir() and path != folder][RUNS_KEPT - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
-
-
-# From a node's configuration
-
-
-def site_node(config: Mapping[str, object]) -> SiteNode:
-    """Builds the site that a node's configuration describes: its name, images, federation's file and memory.
-
-    `labels` names a label file outside the folder of images; `device` and `threads` are for training; `audit`
-    names the site's audit log.
-    """
-    missing = [key for key in CONFIG_KEYS if not config.get(key)]
-    require(not missing, f"the node's configuration lacks {', '.join(missing)}")
-    name, data, file, memory = (str(config[key]) for key in CONFIG_KEYS)
-    torch.set_num_threads(int(str(config.get("threads", 1))))
-    agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
-    source = LabelSource(Path(data), Path(labels) if labels else None, agreement.data.class_names)
-    before = source.stamp()  # first: the file may change while images are read
-    secret = patient_secret(Path(memory).parent) if agreement.data.patients else b""
-    site = read_site(source.images, agreement.data.form, source.label_file, secret=secret)
-    log_problems(site)
-    engine = engine_of(agreement, str(config.get("device", "auto")))
-    watch = LabelWatch(source, site.files, before)
-    audit = Path(str(config["audit"])) if config.get("audit") else None
-    images, place = (site.x, site.y), Path(memory)
-    return SiteNode(name, agreement, *images, place, engine, watch.changed, site.patients, audit)
-
-
-def patient_secret(home: Path) -> bytes:
-    """The key of the hashes that stand for patients, made once: with it the choice for validation stays."""
-    file = home / SECRET
-    if not file.exists():
-        write_text(file, secrets.token_hex(32))  # nobody else can enter this folder
-    found = file.read_text("ascii").strip()
-    require(len(found) == 64, f"{file} is damaged: restore it, or delete it and start a new run")
-    return bytes.fromhex(found)
-
-
-def log_problems(site: SiteData) -> None:
-    """Logs the files that are skipped, and those that are converted."""
-    for note in site.notes:
-        log.warning("%s", note)
-    lost = skipped(site.problems)
-    for problem in lost[:SHOWN]:
-        log.warning("skipped %s: %s", problem.path, problem.what)
-    if len(lost) > SHOWN:
-        log.warning("skipped %d more (list them with: fedhassle data check --all)", len(lost) - SHOWN)
-    for what, files in conversions(site.problems, leave_out=()):
-        log.info("converted: %s: %d images: %s", what, len(files), some_of(files, 3))

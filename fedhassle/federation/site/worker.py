@@ -40,7 +40,8 @@ from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import FIRST_RETRY, LAST_RETRY, Backoff
 from fedhassle.federation.flower.processes import end_with
 from fedhassle.federation.flower.transport import reply_to
-from fedhassle.federation.site.node import SiteNode, site_node
+from fedhassle.federation.site.configured import site_node
+from fedhassle.federation.site.node import SiteNode
 from fedhassle.federation.site.supervise import CANNOT_WORK
 
 log = logging.getLogger("fedhassle")
