@@ -294,7 +294,10 @@ def test_a_class_of_a_notebook_trains_and_resumes_there_only(images, tmp_path, m
     code, out = notebook(tmp_path, DEFINITION, "print(fedhassle.run(out='run', quiet=True))")
     assert code == 0 and out.startswith("Result('run'"), out
     (tmp_path / "run" / "summary.json").unlink()
-    for changed in (DEFINITION.replace("0.5", "0.25"), DEFINITION.replace("sgd(decay)", "sgd(decay + 1)")):
+    for changed in (
+        DEFINITION.replace("0.5", "0.25"),
+        DEFINITION.replace("optimiser(decay)", "optimiser(1.0)"),
+    ):
         code, out = notebook(tmp_path, changed, "fedhassle.run(out='run')")
         assert code == 1 and "__main__ has changed since run began" in out
 

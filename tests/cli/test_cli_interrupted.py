@@ -16,8 +16,8 @@ import torch
 from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
 
 from fedhassle.cli import main
-from fedhassle.runs import train
 from fedhassle.runs.checkpoints import load_checkpoint
+from fedhassle.runs.evaluation import Evaluator
 
 # Divergence
 
@@ -77,10 +77,10 @@ def test_an_interrupted_run_can_be_resumed_and_says_how(words, finished, tmp_pat
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return accuracy(*args)
+        return evaluate(*args)
 
-    accuracy = train.accuracy
-    monkeypatch.setattr(train, "accuracy", interrupted)
+    evaluate = Evaluator.evaluate
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
     code, out, err = call("run", *words, "--out", folder)
     assert code == 130 and f"fedhassle resume {folder}" in out and "Traceback" not in out + err
     assert [line["round"] for line in metrics_of(folder)] == [2] and not (folder / "summary.json").exists()

@@ -180,10 +180,10 @@ unlabelled  unlabelled           unlabelled 8 weak                            2 
 unlabelled  unlabelled residual  unlabelled 8 weak                            13 steps  r_SU 0.1 0.9 2 0.0001
 
 hassle+ unlabelled_epochs=3
-full        labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
-full        full                 labelled 8 weak                              3 epochs  w_U 0.1 0.9 2 0
-partial     labelled             labelled 8 weak                              2 epochs  w_S 0.1 0.9 2 0
-partial     partial              unlabelled 16 strong + labelled 8 weak       3 epochs  w_U 0.1 0.9 2 0
+full        labelled             labelled 8 strong                            2 epochs  w_S 0.1 0.9 2 0
+full        full                 labelled 8 strong                            3 epochs  w_U 0.1 0.9 2 0
+partial     labelled             labelled 8 strong                            2 epochs  w_S 0.1 0.9 2 0
+partial     partial              unlabelled 16 strong + labelled 8 strong     3 epochs  w_U 0.1 0.9 2 0
 unlabelled  unlabelled           unlabelled 16 strong                         3 epochs  w_U 0.1 0.9 2 0
 
 fixmatch-global

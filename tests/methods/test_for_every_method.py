@@ -130,13 +130,14 @@ def test_unlabelled_images_keep_their_views():
 
 
 @EVERY
-@pytest.mark.parametrize("setting", [{"prior": "batch"}, {"labelled_view": "strong"}], ids=["prior", "view"])
-def test_every_method_heeds_them(name, setting):
+@pytest.mark.parametrize(
+    ("setting", "values"), [("prior", (None, "batch")), ("labelled_view", ("weak", "strong"))]
+)
+def test_every_method_heeds_them(name, setting, values):
     here = small.site(labelled=[0, 1, 2, 3, 4, 8, 12, 16, 20], unlabelled=range(40, 60))
-    off = dict.fromkeys(setting)
-    plain, other = (small.trained(made(name, **more), here).arrays for more in (off, setting))
-    assert plain.keys() == other.keys()
-    assert any(not torch.equal(plain[k], other[k]) for k in plain)
+    one, other = (small.trained(made(name, **{setting: value}), here).arrays for value in values)
+    assert one.keys() == other.keys()
+    assert any(not torch.equal(one[k], other[k]) for k in one)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "mixmatch", "fedmatch", "sage", "hassle"])

@@ -478,7 +478,7 @@ def test_two_experiments_with_the_same_name_are_refused(tmp_path):
         ('show = "lines"\n' + GOOD, "columns: show = 'lines'"),
         ('show = "bars"\n' + GOOD, "columns: show = 'bars'"),
         ("metrics = [1]\n" + GOOD, "metrics.0: .*string, got 1"),
-        ('metrics = ["acuracy.EM"]\n' + GOOD, "metrics.0: .*accuracy, loss, bytes_up, .*got 'acuracy.EM'"),
+        ('metrics = ["acuracy.EM"]\n' + GOOD, "metrics.0: .*accuracy, loss, test_loss, .*got 'acuracy.EM'"),
         ('metrics = ["loss"]\n' + GOOD, "metrics.0: .*got 'loss'"),
         ('show = "ranking"\ncolumns = ["method"]\n' + GOOD, "columns: show = 'ranking'"),
         ("settings = { seed = 1 }\n" + GOOD, "seeds = N"),

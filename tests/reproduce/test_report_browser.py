@@ -98,7 +98,7 @@ def test_it_renders_and_nothing_overflows(tab, report, width, dark):
 def test_a_spread_has_the_colour_of_its_series(tab, report):
     tab.show(report)
     found = tab.run(WHISKERS)
-    assert all(found) and (len(found) > 20) == (report.parent.name.startswith("whole"))
+    assert all(found) and bool(found) != report.parent.name.startswith("empty")
 
 
 def test_dark_is_dark(tab, report):

@@ -14,7 +14,7 @@ from small import assert_same_result, call, cut, metrics_of, resolved, summary_o
 
 from fedhassle.errors import UserError
 from fedhassle.federation.server.coordinate import coordinate
-from fedhassle.runs import trackers, train
+from fedhassle.runs import tracked, trackers, train
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.run import reopen
 from fedhassle.runs.train import train_run
@@ -417,7 +417,7 @@ def test_a_federation_is_tracked_without_figures_of_single_sites(tmp_path):
 
 def test_figures_have_names_that_every_tool_accepts():
     nested = {"accuracy": {"my/own: é": 0.5}, "none": None, "deep": {"a": {"b-c.d": 2}}}
-    assert dict(trackers.figures(nested)) == {"accuracy/my_own_ é": 0.5, "deep/a/b-c.d": 2.0}
+    assert dict(tracked.figures(nested)) == {"accuracy/my_own_ é": 0.5, "deep/a/b-c.d": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -477,4 +477,4 @@ def test_mlflow_takes_any_number_of_classes(tmp_path, monkeypatch):
 
 def test_lines_of_older_versions_are_tracked_without_the_new_figures():
     line = {"round": 3, "accuracy": {"model": 0.5}, "pseudo_label_accuracy": None, "seconds": 1.5}
-    assert trackers.figures_of_round(line) == {"accuracy/model": 0.5, "seconds": 1.5}
+    assert tracked.figures_of_round(line) == {"accuracy/model": 0.5, "seconds": 1.5}
