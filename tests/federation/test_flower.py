@@ -56,7 +56,7 @@ from fedhassle.settings.build import build_method, build_net
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
 LIMIT = 600.0  # seconds to wait for anything
-SITES = {"full": 40, "partial": 12, "unlabelled": 0}  # labelled images of forty
+SITES = {"full": 208, "partial": 12, "unlabelled": 0}  # labelled images of at least forty
 ROGUE, PROXIED = "partial", "unlabelled"
 LATE = "unlabelled"  # a folder of images with 12 bits, whose labels come later
 
@@ -66,14 +66,23 @@ LATE = "unlabelled"  # a folder of images with 12 bits, whose labels come later
 
 DATA = DataTerms(
     *(("a", "b", "c", "d"), 28, 28, 1, (0.5,), (0.25,)),
-    **{"flip": True, "crop": 0, "validation": 0.2, "patients": "column", "intensities": "12 bits"},
+    **{
+        "flip": True,
+        "crop": 0,
+        "validation": 0.2,
+        "patients": "column",
+        "intensities": "12 bits",
+        "class_figures": 10,
+    },
 )
 
 
 def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, required=(), **more):
     method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
     run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method} | more
-    return Agreement("loopback", address, DATA, run, Rules(minimum, timeout, LIMIT, required))
+    return Agreement(
+        "loopback", address, DATA, run, Rules(minimum, timeout, LIMIT, required, largest_share=1.0)
+    )
 
 
 class Deployment:
@@ -89,10 +98,10 @@ class Deployment:
         rng = np.random.default_rng(0)
         centres = rng.integers(60, 196, (4, 28, 28, 1))
         for name, labelled in SITES.items():
-            y = np.arange(40) % 4
-            x = np.clip(centres[y] + rng.normal(0, 25, (40, 28, 28, 1)), 0, 255).astype(np.uint8)
-            y = np.where(np.arange(40) < labelled, y, -1)
-            np.savez(folder / f"{name}.npz", x=x, y=y, patient=np.arange(40) // 4)
+            k = np.arange(max(40, labelled))
+            y = k % 4
+            x = np.clip(centres[y] + rng.normal(0, 25, (len(k), 28, 28, 1)), 0, 255).astype(np.uint8)
+            np.savez(folder / f"{name}.npz", x=x, y=np.where(k < labelled, y, -1), patient=k // 4)
         (folder / LATE).mkdir()
         for k, image in enumerate(x[..., 0]):  # of the last one
             Image.fromarray(image.astype(np.uint16) << 4).save(folder / LATE / f"{k:02}.tif")
@@ -238,12 +247,15 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     (line,) = small.metrics_of(deployment.folder / "equal")
     assert set(line["sites"]) == {"full", "partial"}  # a site without labels cannot evaluate
     assert all(1 <= site["effective"] <= site["count"] for site in line["sites"].values())
+    figures = line["sites"]["full"]  # ten images of each class; the other site has too few
+    assert figures["recall"].keys() == figures["class_auroc"].keys() == {*"abcd"}
+    assert 0.5 < figures["auroc"] <= 1 and "recall" not in line["sites"]["partial"]
     joined = {event["site"]: event for event in deployment.events("equal", "joined")}
-    assert [joined[name].get("patients") for name in ("full", "partial", LATE)] == [10, 10, None]
+    assert [joined[name].get("patients") for name in ("full", "partial", LATE)] == [52, 10, None]
     model = fedhassle.load(deployment.folder / "equal")
-    assert model.intensities.text == "12 bits" and model.about["sites"]["patients"] == 20
+    assert model.intensities.text == "12 bits" and model.about["sites"]["patients"] == 62
     assert (
-        "of 20 patients at the 2 sites that know them"
+        "of 62 patients at the 2 sites that know them"
         in (deployment.folder / "equal" / "model.md").read_text()
     )
 
