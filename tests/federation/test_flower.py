@@ -88,6 +88,8 @@ def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, required=(),
 class Deployment:
     """A server and its nodes, which can be started and killed."""
 
+    labelled = SITES
+
     def __init__(self, folder):
         self.folder, self.port = folder, processes.free_port()
         self.address = f"127.0.0.1:{self.port}"
@@ -97,7 +99,7 @@ class Deployment:
         self.tunnel = self.stack.enter_context(Tunnel())
         rng = np.random.default_rng(0)
         centres = rng.integers(60, 196, (4, 28, 28, 1))
-        for name, labelled in SITES.items():
+        for name, labelled in self.labelled.items():
             k = np.arange(max(40, labelled))
             y = k % 4
             x = np.clip(centres[y] + rng.normal(0, 25, (len(k), 28, 28, 1)), 0, 255).astype(np.uint8)

@@ -20,9 +20,9 @@ MASKS_AND_NOISE = {"masks": True, "noise": 2.0, "clip": 0.01}
 
 
 class Masked(Deployment):
-    """Sites that agreed on masks, and later on noise too."""
+    """Sites that agreed on masks, and later on noise too; none has so many labels that a sum shows its part."""
 
-    privacy = MASKS
+    labelled, privacy = {**SITES, "full": 40}, MASKS
 
     def agree(self):
         """Writes the agreement for the sites; a node reads it when it starts."""
