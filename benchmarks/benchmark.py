@@ -35,7 +35,8 @@ from benchmarks.report import (
     scaling_table,
 )
 from fedhassle.data.catalogue import CATALOGUE, Dataset
-from fedhassle.data.split.split import Split, pooled, split
+from fedhassle.data.split.draw import split
+from fedhassle.data.split.split import Split, pooled
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES, Engine, Precision
 from fedhassle.engine.rounds import Plan

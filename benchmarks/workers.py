@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from benchmarks.benchmark import CLIENTS, CPU, LR, PER_ROUND, overlapping, synthetic, teller
 from fedhassle.cli.main import guarded
 from fedhassle.data.catalogue import CATALOGUE, Dataset, without_pixels
-from fedhassle.data.split.split import Split, split
+from fedhassle.data.split.draw import split
+from fedhassle.data.split.split import Split
 from fedhassle.engine.cores import on_cores
 from fedhassle.engine.device import Engine
 from fedhassle.engine.ray_federation import RayFederation, balanced, totals

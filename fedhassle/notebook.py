@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from fedhassle.data.split.dots import draw_split
-from fedhassle.data.split.split import ClientRow, Split, table
+from fedhassle.data.split.split import Split
+from fedhassle.data.split.table import ClientRow, table
 from fedhassle.runs.curves import draw_curves
 from fedhassle.runs.live import comparison_table, gaps, own_table
 from fedhassle.runs.seeds import SeedGroup

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.data.split.split import table
+from fedhassle.data.split.table import table
 from fedhassle.data.views import Views
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.evaluate import Counts, counts_of, scores_of

@@ -19,9 +19,10 @@ from fedhassle.data import catalogue
 from fedhassle.data.catalogue import Dataset, Sites
 from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.data.site.sites import SiteImages
-from fedhassle.data.split import split
+from fedhassle.data.split import draw
 from fedhassle.data.split.cuts import SPLIT_KINDS
-from fedhassle.data.split.split import ClientRow, Split, table
+from fedhassle.data.split.split import Split, is_plain
+from fedhassle.data.split.table import ClientRow, table
 from fedhassle.engine.device import Engine
 from fedhassle.engine.metrics import Metric
 from fedhassle.errors import UserError, require
@@ -176,7 +177,7 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
     if chosen.file is not None:
         found = Split.load(chosen.file, None if settings.data.holdout else dataset.y_train)
         require(
-            not (settings.data.holdout and split.is_plain(Path(chosen.file))),
+            not (settings.data.holdout and is_plain(Path(chosen.file))),
             f"split.file={chosen.file} counts all training images, but data.holdout={settings.data.holdout} "
             "takes some of them away: give the data set test images of its own, and leave data.holdout out",
         )
@@ -186,7 +187,7 @@ def build_split(settings: Settings, dataset: Dataset) -> Split:
         return found
     if dataset.sites is not None:
         return split_of_sites(chosen, dataset.sites, dataset)
-    return split.split(
+    return draw.split(
         dataset.y_train,
         kind=chosen.kind,
         annotation=chosen.annotation,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fedhassle.data.split import cuts
-from fedhassle.data.split.split import Drawer, split, table
+from fedhassle.data.split.draw import Drawer, split
+from fedhassle.data.split.table import table
 
 CIFAR = np.repeat(np.arange(10), 5000)
 

@@ -10,7 +10,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedhassle.data.split import dots
-from fedhassle.data.split.split import Split, split, table
+from fedhassle.data.split.draw import split
+from fedhassle.data.split.split import Split
+from fedhassle.data.split.table import table
 from fedhassle.errors import UserError
 
 Y = np.array([0] * 6 + [1] * 6)

@@ -12,7 +12,7 @@ from test_download import Server, images, labels, left, server, tar
 
 from fedhassle.data import catalogue, published
 from fedhassle.data.mat import read_mat
-from fedhassle.data.split.split import split
+from fedhassle.data.split.draw import split
 from fedhassle.errors import UserError
 
 __all__ = ["server"]  # a fixture

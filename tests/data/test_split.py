@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedhassle.data.split.draw import split
 from fedhassle.data.split.layout import layout
-from fedhassle.data.split.split import Split, effective_classes, split, table
+from fedhassle.data.split.split import Split
+from fedhassle.data.split.table import effective_classes, table
 from fedhassle.errors import UserError
 
 CIFAR = np.repeat(np.arange(10), 5000)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from fedhassle.data.split.cuts import SPLIT_KINDS
-from fedhassle.data.split.split import ANNOTATIONS, Split, split, table
+from fedhassle.data.split.draw import ANNOTATIONS, split
+from fedhassle.data.split.split import Split
+from fedhassle.data.split.table import table
 from fedhassle.errors import UserError
 
 KINDS = pytest.mark.parametrize("kind", SPLIT_KINDS)

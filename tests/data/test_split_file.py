@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from fedhassle.data.split.split import Split, split
+from fedhassle.data.split.draw import split
+from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
 
 SMALL = np.repeat(np.arange(10), 200)

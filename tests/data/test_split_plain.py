@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from small import call, summary_of
 
 import fedhassle
-from fedhassle.data.split.split import Split, split
+from fedhassle.data.split.draw import split
+from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
 
 Y = np.array([0, 1, 0, 1, 0, 1, -1, -1])  # the last two images have no label

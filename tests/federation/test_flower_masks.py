@@ -20,7 +20,7 @@ MASKS_AND_NOISE = {"masks": True, "noise": 2.0, "clip": 0.01}
 
 
 class Masked(Deployment):
-    """Sites that agreed on masks, and later on noise too; none has so many labels that a sum shows its part."""
+    """Sites that agreed on masks, later on noise too; none has so many labels that a sum shows them."""
 
     labelled, privacy = {**SITES, "full": 40}, MASKS
 

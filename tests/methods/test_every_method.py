@@ -16,8 +16,9 @@ from small import TELLING, call, made, metrics_of, resolved, tensors_of
 
 import fedhassle
 from fedhassle.data.split.cuts import SPLIT_KINDS
+from fedhassle.data.split.draw import split
 from fedhassle.data.split.layout import PAPER
-from fedhassle.data.split.split import pooled, split
+from fedhassle.data.split.split import pooled
 from fedhassle.engine.client import train
 from fedhassle.engine.evaluate import score
 from fedhassle.engine.rounds import Plan, federate, takes_part

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fedhassle.data.split.split import ClientRow
+from fedhassle.data.split.table import ClientRow
 from fedhassle.reproduce.report.charts import (
     Chart,
     Point,

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from small import call
 
-from fedhassle.data.split import split
+from fedhassle.data.split import draw
+from fedhassle.data.split.table import table
 from fedhassle.reproduce.experiment import Selection, cells, experiments, read_experiment, select
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.report import content
@@ -852,13 +853,13 @@ def test_holdings_are_computed_without_the_images(changes):
     requested = settings_over("data=fmnist-mini", *changes)
     settings = resolve(requested)
     dataset = build_dataset(settings)
-    expected = split.table(build_split(settings, dataset), dataset.y_train, dataset.classes)
+    expected = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
     assert list(holdings(requested).clients) == expected
 
 
 def test_a_split_that_cannot_be_computed_is_omitted(tmp_path):
     saved = tmp_path / "split.npz"
-    split.split(np.repeat(np.arange(10), 1200)).save(saved)
+    draw.split(np.repeat(np.arange(10), 1200)).save(saved)
     assert (
         holdings(settings_over("data=cifar10", f"split.file={saved}")) is None
     )  # of images that are not here

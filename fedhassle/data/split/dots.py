@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from fedhassle.data.split.split import ClientRow
+from fedhassle.data.split.table import ClientRow
 from fedhassle.errors import UserError
 from fedhassle.files import atomic, check_picture
 

@@ -16,7 +16,7 @@ from fedhassle.data.split.dots import (
     shown_names,
     ticks,
 )
-from fedhassle.data.split.split import ClientRow
+from fedhassle.data.split.table import ClientRow
 from fedhassle.reproduce.report.charts import LETTER, text
 from fedhassle.reproduce.report.markup import joined, number, tag
 
