@@ -34,7 +34,8 @@ from benchmarks.report import (
     scaling_figures,
     scaling_table,
 )
-from fedhassle.data.catalogue import CATALOGUE, Dataset
+from fedhassle.data.catalogue import CATALOGUE
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.draw import split
 from fedhassle.data.split.split import Split, pooled
 from fedhassle.engine.cores import available_cores

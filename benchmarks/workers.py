@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from benchmarks.benchmark import CLIENTS, CPU, LR, PER_ROUND, overlapping, synthetic, teller
 from fedhassle.cli.main import guarded
-from fedhassle.data.catalogue import CATALOGUE, Dataset, without_pixels
+from fedhassle.data.catalogue import CATALOGUE, without_pixels
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.draw import split
 from fedhassle.data.split.split import Split
 from fedhassle.engine.cores import on_cores

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedhassle.api import Result, compare, run, run_several, split
-    from fedhassle.data.catalogue import Dataset
     from fedhassle.data.catalogue import load as dataset
+    from fedhassle.data.dataset import Dataset
     from fedhassle.data.split.split import Split
     from fedhassle.engine.metrics import Predictions
     from fedhassle.errors import UserError
@@ -33,7 +33,7 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font cach
 
 _HOME = {
     "fedhassle.api": ("Result", "compare", "run", "run_several", "split"),
-    "fedhassle.data.catalogue": ("Dataset",),
+    "fedhassle.data.dataset": ("Dataset",),
     "fedhassle.data.split.split": ("Split",),
     "fedhassle.engine.metrics": ("Predictions",),
     "fedhassle.errors": ("UserError",),

@@ -13,7 +13,7 @@ from benchmarks.measure import steps_of
 from benchmarks.peers.clock import Clock, report, told
 from benchmarks.peers.networks import NETWORKS, build
 from benchmarks.peers.work import CLASSES, CROP, MEAN, STD, Work, images_of
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.cores import available_cores, on_cores
 from fedhassle.engine.device import LANES, Engine, Precision

@@ -164,10 +164,10 @@ def parsed_size(size: str) -> tuple[int, int]:
 
 def chosen_run(words: Sequence[str], terms: DataTerms) -> dict[str, Any]:
     """Returns the table [run]: the given settings over a network that suits the images."""
-    from fedhassle.data.catalogue import default_entry
+    from fedhassle.data.dataset import default_net
     from fedhassle.settings.request import layer, overlaid
 
-    return overlaid({"net": default_entry(terms.channels).net}, layer(words))
+    return overlaid({"net": default_net(terms.channels)}, layer(words))
 
 
 def checked_run(agreement: Agreement) -> Agreement:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.cluster import (

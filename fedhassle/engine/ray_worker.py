@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.engine.cores import on_cores
 from fedhassle.engine.device import Engine
 from fedhassle.engine.simulator import sound

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client import Trained
 from fedhassle.engine.client_state import ClientState

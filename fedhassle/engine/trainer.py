@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine.client import Samples, Site, Trained, to_device, train, visit
 from fedhassle.engine.cores import side_by_side

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fedhassle.averaging import Averaged
-from fedhassle.data.catalogue import Dataset, default_entry
+from fedhassle.data.dataset import Dataset, default_net
 from fedhassle.engine.device import Engine
 from fedhassle.engine.rounds import Required
 from fedhassle.errors import require
@@ -42,7 +42,7 @@ def empty_dataset(agreement: Agreement) -> Dataset:
 def dataset_of(agreement: Agreement, x: np.ndarray, y: np.ndarray) -> Dataset:
     """A data set of images and labels (−1 = none), normalised and augmented as agreed."""
     a = agreement.data
-    net = default_entry(a.channels).net
+    net = default_net(a.channels)
     return Dataset(
         *(agreement.name, x, y, x[:0], y[:0], a.class_names, net, a.mean, a.std, a.flip, a.crop),
         intensities=a.intensities,

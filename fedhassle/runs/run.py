@@ -12,7 +12,7 @@ import tomli_w
 import torch
 
 from fedhassle.averaging import Averaged
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
 from fedhassle.engine.rounds import NOBODY, Plan, Required

@@ -16,7 +16,7 @@ import torch
 
 from fedhassle.averaging import Averaged
 from fedhassle.data import catalogue
-from fedhassle.data.catalogue import Dataset, Sites
+from fedhassle.data.dataset import Dataset, Sites, content_hash, hold_out
 from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.data.site.sites import SiteImages
 from fedhassle.data.split import draw
@@ -114,7 +114,7 @@ def fingerprint(dataset: Dataset) -> str:
     if dataset.name in catalogue.CATALOGUE:
         return dataset.name
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
-    return dataset.content or catalogue.content_hash(*arrays)
+    return dataset.content or content_hash(*arrays)
 
 
 def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
@@ -135,7 +135,7 @@ def build_dataset(settings: Settings, progress: bool = True) -> Dataset:
         )
     dataset = dataclasses.replace(dataset, **given)
     if data.holdout:
-        return catalogue.hold_out(dataset, data.holdout, settings.seed)
+        return hold_out(dataset, data.holdout, settings.seed)
     advice = "hold out a share of the training images with data.holdout, such as data.holdout=0.1"
     require(len(dataset.y_test) > 0, f"{data.name} has no test images: {advice}")
     return dataset
@@ -149,7 +149,7 @@ def dataset_to_split(settings: Settings) -> Dataset:
     if settings.split.file is not None:
         raise UserError(f"split.file names images of {entry.name}, which are not available")
     dataset = catalogue.without_pixels(entry)
-    return catalogue.hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
+    return hold_out(dataset, data.holdout, settings.seed) if data.holdout else dataset
 
 
 def image_size(data: DataSettings) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.data.catalogue import Dataset, content_hash
+from fedhassle.data.dataset import Dataset, content_hash
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
 from fedhassle.files import file_name

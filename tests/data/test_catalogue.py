@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fedhassle.data import catalogue
-from fedhassle.data.catalogue import CATALOGUE, Dataset, data_folder, hold_out, load
+from fedhassle.data.catalogue import CATALOGUE, data_folder, load
+from fedhassle.data.dataset import Dataset, hold_out
 from fedhassle.errors import UserError
 
 MINI = {  # of the arrays' bytes, as scripts/make_fmnist_mini.py left them

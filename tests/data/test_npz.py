@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedhassle.data.catalogue import Dataset, load
+from fedhassle.data.catalogue import load
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.npz import TEST, TRAINING, read_images, read_labelled
 from fedhassle.errors import UserError
 

@@ -10,6 +10,7 @@ from small import call, metrics_of, strict, summary_of
 
 import fedhassle
 from fedhassle.data import catalogue
+from fedhassle.data.dataset import hold_out
 from fedhassle.data.site.sites import SiteImages
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
@@ -237,10 +238,10 @@ def test_deep_images_and_patients_of_sites(tmp_path):
         catalogue.load(tmp_path / "twelve")
     people = twelve.sites.patients
     assert len(np.unique(people)) == 20  # patient 1 of the north is not that of the south
-    held = catalogue.hold_out(twelve, 0.2, seed=3)
+    held = hold_out(twelve, 0.2, seed=3)
     left = {*held.sites.patients}
     assert len(held.y_test) == 12 and (held.y_test >= 0).all() and len(held.y_train) == 64 and len(left) == 16
     where = {image.tobytes(): who for image, who in zip(twelve.x_train, people, strict=True)}
     assert not left & {where[image.tobytes()] for image in held.x_test}
-    other = catalogue.hold_out(twelve, 0.2, seed=4)
+    other = hold_out(twelve, 0.2, seed=4)
     assert {*other.sites.patients} != left

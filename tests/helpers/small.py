@@ -18,7 +18,7 @@ from torch import nn
 
 import fedhassle
 from fedhassle.cli.main import app, guarded
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client import Samples, Site, train
 from fedhassle.engine.device import Engine

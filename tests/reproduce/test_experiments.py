@@ -8,7 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from fedhassle.data.catalogue import CATALOGUE, Dataset
+from fedhassle.data.catalogue import CATALOGUE
+from fedhassle.data.dataset import Dataset
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
 from fedhassle.reproduce.experiment import (

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from fedhassle.data.catalogue import Dataset, load
+from fedhassle.data.catalogue import load
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.site.labels import UNLABELLED, folder_name
 from fedhassle.data.site.listing import LABEL_FILE
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedhassle.data.catalogue import CATALOGUE, default_crop, default_entry, statistics
+from fedhassle.data.catalogue import CATALOGUE, default_entry
+from fedhassle.data.dataset import default_crop, statistics
 from fedhassle.data.site.dicom import DICOM
 from fedhassle.data.site.folder import ImageForm, read_site
 from fedhassle.data.site.intensities import intensity_rule

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.patients import UNKNOWN, Patients, count_patients, told_apart
 from fedhassle.data.site.validation import Partition, partition, relabelled

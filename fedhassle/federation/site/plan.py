@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedhassle.data.catalogue import Dataset
+from fedhassle.data.dataset import Dataset
 from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement
 from fedhassle.federation.build import run_settings, with_settings_of
