@@ -136,7 +136,10 @@ def evaluate(
 
     if picture is not None:
         check_picture(picture, FORMATS)
-    require(patients is None or Path(data).is_dir(), "--patients is for a folder of images")
+    require(
+        patients is None or Path(data).is_dir(),
+        "--patients is for a folder of images; an .npz has an array patient (for x_test: patient_test)",
+    )
     model = chosen_model(path, which, allow_import).on(device)
     used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     errors = Console(stderr=True)
@@ -317,7 +320,9 @@ def class_table(scores: Scores, class_names: Sequence[str], mode: str) -> Table:
     for column in ("images", "recall %", "precision %"):
         table.add_column(column, justify="right")
     for k, name in enumerate(class_names):
-        figures = (shown(100 * scores.recall[k], ".1f"), shown(100 * scores.precision[k], ".1f"))
+        interval = scores.recall_intervals[k]
+        found = "–" if interval is None else share_in(float(scores.recall[k]), interval)
+        figures = (found, shown(100 * scores.precision[k], ".1f"))
         table.add_row(escape(name), f"{scores.confusion[k].sum():,}", *figures)
     return table
 

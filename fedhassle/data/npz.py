@@ -27,6 +27,7 @@ SLICE = 1000  # images that are converted at once
 TRAINING = (("x", "y"), ("x_train", "y_train"))
 TEST = (("x_test", "y_test"), ("x", "y"))
 PATIENTS = ("patient", "group")  # the first that a file has names the patient of each image
+TEST_PATIENTS = ("patient_test", "group_test")  # likewise, of x_test
 
 
 class NpzData(NamedTuple):
@@ -45,6 +46,7 @@ class LabelledImages(NamedTuple):
     x: Images
     y: Labels
     class_names: tuple[str, ...] | None  # if the file has them
+    patients: Sequence[str] | None = None  # of each image, if the file has them
 
 
 def read(path: Path) -> NpzData:
@@ -82,13 +84,15 @@ def read_labelled(path: Path, pairs: Sequence[tuple[str, str]]) -> LabelledImage
     of_x, of_y = (name for name in found if name != "class_names")
     x, y = _pair(found, of_x, of_y, path, lowest=-1)
     named = "class_names" in found
-    return LabelledImages(x, y, class_names(found, found["class_names"].size, path) if named else None)
+    names = class_names(found, found["class_names"].size, path) if named else None
+    return LabelledImages(x, y, names, read_patients(path, of_x, len(y)))
 
 
-def read_patients(path: Path, count: int) -> list[str] | None:
-    """Reads the patient of each image, as text; None if the file names none."""
-    found = stored_arrays(path, PATIENTS)
-    for name in (name for name in PATIENTS if name in found):
+def read_patients(path: Path, of_x: str, count: int) -> list[str] | None:
+    """Reads the patient of each image in the array `of_x`, as text; None if the file names none."""
+    names = TEST_PATIENTS if of_x == "x_test" else PATIENTS
+    found = stored_arrays(path, names)
+    for name in (name for name in names if name in found):
         if found[name].shape != (count,) or found[name].dtype.kind not in "Uiu":
             about = f"{found[name].dtype} of shape {found[name].shape}"
             raise UserError(f"{path}: {name} is {about}; expected {count} texts or whole numbers")

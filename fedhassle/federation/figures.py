@@ -13,16 +13,24 @@ from typing import Any
 import numpy as np
 
 from fedhassle.federation.messages import RefusedError, count_of, is_number, short
-from fedhassle.predict.scores import auroc, calibration_error, reliability, wilson
+from fedhassle.predict.scores import auroc, calibration_error, effective_by_class, reliability, wilson
 
 PER_CLASS = ("recall", "auroc")  # rates by class
 RATES = ("ece", "confidence")  # rates of all images
 
 
 def own_figures(
-    probabilities: np.ndarray, y: np.ndarray, class_names: Sequence[str], least: int
+    probabilities: np.ndarray,
+    y: np.ndarray,
+    class_names: Sequence[str],
+    least: int,
+    patients: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Computes a site's figures from probabilities (N, M) and labels y (N,); {} if it has too few images."""
+    """Computes a site's figures from probabilities (N, M) and labels y (N,); {} if it has too few images.
+
+    `images` are those behind a recall, and with the patient of each image (N,) as many independent ones as
+    these are worth.
+    """
     if len(y) < least:
         return {}
     classes, confidence = probabilities.argmax(1), probabilities.max(1)
@@ -30,9 +38,10 @@ def own_figures(
     enough = [k for k in range(len(class_names)) if counts[k] >= least]
     apart = [k for k in enough if len(y) - counts[k] >= least]
     found = calibration_error(reliability(confidence, classes == y))
+    worth = effective_by_class(classes == y, y, patients, len(class_names)) or counts
     return {
         "recall": {class_names[k]: percent((classes == y)[y == k].mean()) for k in enough},
-        "images": {class_names[k]: 2 ** int(math.log2(counts[k])) for k in enough},
+        "images": {class_names[k]: 2 ** int(math.log2(worth[k])) for k in enough},
         "auroc": {class_names[k]: percent(auroc(probabilities[:, k], y == k)) for k in apart},
         "ece": percent(found),
         "confidence": percent(confidence.mean()),

@@ -134,11 +134,12 @@ def labelled_images(
     path = Path(data)
     if path.is_dir() and data not in CATALOGUE:
         return read_site(path, wanted, progress=progress, labelled_only=True)
-    x, y, theirs = load_labelled(data, data_dir)
+    found = load_labelled(data, data_dir)
+    theirs = found.class_names
     # If either side has only numbers as class names, classes match by number.
     named = theirs is not None and not are_numbers(theirs) and not are_numbers(wanted.class_names)
-    numbers = renumbered(y, theirs if named else None, wanted.class_names, data)
-    return site_of_arrays(x, numbers, data, wanted, labelled_only=True)
+    y = renumbered(found.y, theirs if named else None, wanted.class_names, data)
+    return site_of_arrays(found._replace(y=y), data, wanted, labelled_only=True)
 
 
 def load_labelled(data: str, data_dir: Path | None) -> LabelledImages:

@@ -36,6 +36,7 @@ class Scores(NamedTuple):
     balanced_interval: Interval
     auroc: float  # mean over classes, each against the rest; with two classes the usual one
     recall: np.ndarray  # (M,)
+    recall_intervals: tuple[Interval | None, ...]  # (M,), None for a class that does not occur
     precision: np.ndarray  # (M,)
     confusion: np.ndarray  # (M, M) counts: true class down, predicted class across
     calibration_error: float
@@ -53,18 +54,16 @@ def score(
     right, total = int(matrix.trace()), int(matrix.sum())
     confidence = np.take_along_axis(probabilities, classes[:, None], axis=1)[:, 0]
     bins = reliability(confidence, classes == y)
-    effective, by_class = None, None
-    if patients is not None:
-        effective = effective_images(classes == y, patients)
-        members = [y == k for k in range(len(matrix))]
-        by_class = [effective_images((classes == y)[own], patients[own]) for own in members]
+    effective = None if patients is None else effective_images(classes == y, patients)
+    limits = recall_intervals(matrix, effective_by_class(classes == y, y, patients, len(matrix)))
     return Scores(
         accuracy=right / total,
         accuracy_interval=wilson(right, total, effective),
         balanced=float(np.nanmean(recall(matrix))),
-        balanced_interval=balanced_interval(matrix, by_class),
+        balanced_interval=balanced_interval(matrix, limits),
         auroc=macro_auroc(probabilities, y),
         recall=recall(matrix),
+        recall_intervals=limits,
         precision=recall(matrix.T),  # the share of correct ones among those predicted as a class
         confusion=matrix,
         calibration_error=calibration_error(bins),
@@ -106,6 +105,15 @@ def effective_images(right: np.ndarray, patients: np.ndarray) -> float:
     return min(float(total), max(1.0, found))
 
 
+def effective_by_class(
+    right: np.ndarray, y: np.ndarray, patients: np.ndarray | None, m: int
+) -> list[float] | None:
+    """Returns the effective images of each of M classes; None if patients are not known."""
+    if patients is None:
+        return None
+    return [effective_images(right[y == k], patients[y == k]) for k in range(m)]
+
+
 def confusion(classes: np.ndarray, y: np.ndarray, m: int) -> np.ndarray:
     """Returns counts (M, M): true class down, predicted class across."""
     return np.bincount(y * m + classes, minlength=m * m).reshape(m, m)
@@ -124,24 +132,33 @@ def ratio(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
     return shares
 
 
-def balanced_interval(matrix: np.ndarray, effective: Sequence[float] | None = None) -> Interval:
-    """Returns the interval of the mean recall, from Wilson's of each class by square and add.
+def recall_intervals(
+    matrix: np.ndarray, effective: Sequence[float] | None = None
+) -> tuple[Interval | None, ...]:
+    """Returns Wilson's interval of each recall (M,), None for a class that does not occur.
+
+    `effective`: of each class, the number of independent images that tell as much.
+    """
+    return tuple(
+        wilson(int(row[k]), int(row.sum()), None if effective is None else effective[k])
+        if row.sum()
+        else None
+        for k, row in enumerate(matrix)
+    )
+
+
+def balanced_interval(matrix: np.ndarray, limits: Sequence[Interval | None]) -> Interval:
+    """Returns the interval of the mean recall, from those of each class by square and add.
 
     With recalls p_k in [l_k, u_k], the K classes that occur being independent samples, the mean p lies
     in p − √Σ(p_k − l_k)²/K … p + √Σ(u_k − p_k)²/K (MOVER: Zou and Donner 2008, after Newcombe 1998).
-    Unlike the bootstrap it has a width where every image of a class is right. `effective`: of each class, the
-    number of independent images that tell as much.
+    Unlike the bootstrap it has a width where every image of a class is right.
     """
-    rows = [
-        (int(row[k]), int(row.sum()), None if effective is None else effective[k])
-        for k, row in enumerate(matrix)
-        if row.sum()
-    ]
-    shares = [right / total for right, total, _ in rows]
-    limits = [wilson(*row) for row in rows]
-    mean = math.fsum(shares) / len(rows)
-    below = math.hypot(*(p - limit.low for p, limit in zip(shares, limits, strict=True))) / len(rows)
-    above = math.hypot(*(limit.high - p for p, limit in zip(shares, limits, strict=True))) / len(rows)
+    shares = recall(matrix).tolist()
+    known = [(p, limit) for p, limit in zip(shares, limits, strict=True) if limit is not None]
+    mean = math.fsum(p for p, _ in known) / len(known)
+    below = math.hypot(*(p - limit.low for p, limit in known)) / len(known)
+    above = math.hypot(*(limit.high - p for p, limit in known)) / len(known)
     return Interval(max(0.0, mean - below), min(1.0, mean + above))
 
 
@@ -195,6 +212,7 @@ def as_json(scores: Scores, class_names: Sequence[str]) -> dict[str, Any]:
                 "name": name,
                 "images": int(scores.confusion[k].sum()),
                 "recall": none_if_nan(scores.recall[k]),
+                "recall_95": None if (limit := scores.recall_intervals[k]) is None else list(limit),
                 "precision": none_if_nan(scores.precision[k]),
             }
             for k, name in enumerate(class_names)

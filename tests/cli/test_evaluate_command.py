@@ -63,6 +63,9 @@ def test_the_tables_show_the_metrics(finished, images, tmp_path):
     by_class = out[out.index("by class, EM") :]
     for made in found["predictions"]["EM"]["classes"]:
         shown = ["–" if made[k] is None else f"{100 * made[k]:.1f}" for k in ("recall", "precision")]
+        if made["recall_95"] is not None:
+            low, high = made["recall_95"]
+            shown[0] += rf" \({100 * low:.1f} – {100 * high:.1f}\)"
         pattern = rf"│ {made['name']} +│ +{made['images']} │ +{shown[0]} │ +{shown[1]} │"
         assert re.search(pattern, by_class)
 
@@ -282,6 +285,17 @@ def test_intervals_are_by_patient_if_these_are_known(finished, data, tmp_path):
         assert made["accuracy"] == plain["predictions"][mode]["accuracy"]
         (low, high), (lower, upper) = made["accuracy_95"], plain["predictions"][mode]["accuracy_95"]
         assert high - low > 2 * (upper - lower)
+    copies = [k % 4 for k in range(40)]
+    arrays = {"x": x[copies], "y": y[copies], "patient": np.array(copies)}
+    arrays |= {"x": np.concatenate([arrays["x"], x[:1]]), "y": np.append(arrays["y"], -1)}  # without a label
+    np.savez(tmp_path / "in.npz", **arrays | {"patient": np.append(arrays["patient"], 7)})
+    same, _ = figures(tmp_path, finished[0], tmp_path / "in.npz")
+    assert (same["images"], same["patients"]) == (40, 4)
+    for mode, made in same["predictions"].items():
+        for key in ("accuracy_95", "balanced_accuracy_95", "classes"):
+            assert made[key] == found["predictions"][mode][key]
+    np.savez(tmp_path / "test.npz", x_test=x, y_test=y, patient_test=np.arange(40) // 2, patient=np.arange(3))
+    assert figures(tmp_path, finished[0], tmp_path / "test.npz")[0]["patients"] == 20
     out = " ".join(call("evaluate", *words)[1].split())
     assert "40 images of 4 patients" in out and "95 % interval by patient" in out
     code, _, err = call("evaluate", finished[0], "fmnist-mini", "--patients", "column")

@@ -44,6 +44,18 @@ def test_figures_are_rates_in_per_cent_of_classes_with_enough_images():
     assert found["ece"] == round(sum(gaps) / len(y), 2) and found["confidence"] == round(float(top.mean()), 2)
 
 
+def test_behind_a_recall_are_as_many_images_as_its_patients_are_worth():
+    """40 images of 10 patients, who are all right or all wrong, tell as much as 10 images do: 8."""
+    right = np.repeat([True] * 7 + [False] * 3, 4)
+    y = np.repeat([0, 1], [40, 16])
+    said = np.append(np.where(right, 0, 1), np.ones(16, int))
+    p = 0.9 * np.eye(3)[said] + 0.1 / 3
+    patients = np.append(np.repeat(np.arange(10), 4), np.arange(100, 116))
+    found = own_figures(p, y, CLASSES, 10, patients)
+    assert found["images"] == {"a": 8, "b": 16}
+    assert found == {**own_figures(p, y, CLASSES, 10), "images": {"a": 8, "b": 16}}
+
+
 def test_a_site_with_few_images_reports_nothing_and_one_class_has_no_auroc():
     p, y = example((3, 3, 3))
     assert own_figures(p, y, CLASSES, 10) == {}

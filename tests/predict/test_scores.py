@@ -16,6 +16,7 @@ from fedhassle.predict.scores import (
     effective_images,
     macro_auroc,
     recall,
+    recall_intervals,
     reliability,
     score,
     wilson,
@@ -67,6 +68,11 @@ def test_classes_that_do_not_occur_are_left_out_of_the_auroc(rng):
     assert math.isnan(macro_auroc(p, np.zeros(40, int)))
 
 
+def balanced(matrix):
+    """The interval of the mean recall of a confusion matrix."""
+    return balanced_interval(matrix, recall_intervals(matrix))
+
+
 @pytest.mark.parametrize(
     ("right", "total", "low", "high"),
     [  # Newcombe 1998, table I: method 3
@@ -103,17 +109,17 @@ def test_the_balanced_interval_by_hand():
     (l1, u1), (l2, u2) = wilson(8, 10), wilson(1, 4)
     low = 0.525 - math.sqrt((0.8 - l1) ** 2 + (0.25 - l2) ** 2) / 2
     high = 0.525 + math.sqrt((u1 - 0.8) ** 2 + (u2 - 0.25) ** 2) / 2
-    assert balanced_interval(matrix) == pytest.approx((low, high))
+    assert balanced(matrix) == pytest.approx((low, high))
 
 
 def test_the_balanced_interval_of_one_class_is_wilsons():
-    assert balanced_interval(np.array([[7, 2], [0, 0]])) == pytest.approx(wilson(7, 9))
+    assert balanced(np.array([[7, 2], [0, 0]])) == pytest.approx(wilson(7, 9))
 
 
 def test_the_balanced_interval_has_a_width_where_all_is_right_and_stays_in_its_bounds():
-    low, high = balanced_interval(np.diag([20, 5, 100]))
+    low, high = balanced(np.diag([20, 5, 100]))
     assert high == 1 and 0.8 < low < 0.97
-    low, high = balanced_interval(np.array([[0, 3], [2, 0]]))
+    low, high = balanced(np.array([[0, 3], [2, 0]]))
     assert low == 0 and 0.3 < high < 0.6
 
 
@@ -125,7 +131,7 @@ def test_the_balanced_interval_covers_the_truth():
         matrix = np.zeros((4, 4), int)
         matrix[range(4), range(4)] = right
         matrix[range(4), [1, 2, 3, 0]] = sizes - right
-        low, high = balanced_interval(matrix)
+        low, high = balanced(matrix)
         inside += low <= truth.mean() <= high
     assert 0.94 < inside / 1500 < 0.98
 
@@ -183,7 +189,13 @@ def test_json_has_all_metrics_and_no_nan(rng):
     classes = np.minimum(p.argmax(1), 1)  # class 2 neither occurs nor is predicted
     plain = as_json(score(classes, p, y), ["a", "b", "c"])
     json.dumps(plain, allow_nan=False)
-    assert plain["classes"][2] == {"name": "c", "images": 0, "recall": None, "precision": None}
+    assert plain["classes"][2] == {
+        "name": "c",
+        "images": 0,
+        "recall": None,
+        "recall_95": None,
+        "precision": None,
+    }
     assert [row["images"] for row in plain["classes"]] == [int((y == k).sum()) for k in range(3)]
     assert sum(row["images"] for row in plain["reliability"]) == 30
     assert all((row["accuracy"] is None) == (not row["images"]) for row in plain["reliability"])
@@ -227,6 +239,23 @@ def test_intervals_by_patient_cover_the_truth_where_wilsons_do_not():
         low, high = score(classes, probabilities, y).accuracy_interval
         narrow += low <= 0.8 <= high
     assert covered > 0.92 * 400 and narrow < 0.6 * 400
+
+
+def test_recalls_have_intervals_of_their_own_by_patient():
+    """Class a: 10 images of 5 patients in pairs, 4 pairs right, like 5 images; class b: 3 of 4 right."""
+    right = np.array([True] * 8 + [False] * 2 + [True, True, True, False])
+    y = np.array([0] * 10 + [1] * 4)
+    patients = np.array([*np.repeat(np.arange(5), 2), 10, 11, 12, 13])
+    classes = np.where(right, y, 1 - y)
+    made = score(classes, np.eye(3)[classes], y, patients)
+    # p = 0.8; the sums r − p·n are 4 times 0.4 and once −1.6: the variance is 5/4 · 3.2 / 100 = 0.04.
+    assert made.recall_intervals[0] == pytest.approx(wilson(8, 10, 0.16 / 0.04))
+    assert made.recall_intervals[1] == pytest.approx(wilson(3, 4, 0.1875 / (4 / 3 * 0.75 / 16)))
+    assert made.recall_intervals[2] is None
+    plain = score(classes, np.eye(3)[classes], y)
+    assert plain.recall_intervals[:2] == (wilson(8, 10), wilson(3, 4))
+    (low, high), _, absent = (each["recall_95"] for each in as_json(made, "abc")["classes"])
+    assert (low, high) == made.recall_intervals[0] and absent is None
 
 
 def test_with_a_patient_for_each_image_the_intervals_are_about_wilsons(rng):

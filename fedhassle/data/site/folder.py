@@ -116,13 +116,9 @@ def read_site(
     """
     if _is_npz(path):
         require(labels is None, f"{path} has labels of its own: leave {labels} out")
-        x, y, theirs = npz.read_labelled(path, npz.TRAINING)
-        y = renumbered(y, theirs, wanted.class_names, str(path))
-        names = npz.read_patients(path, len(y))
-        if names is not None and labelled_only:
-            names = [name for name, label in zip(names, y, strict=True) if label >= 0]
-        site = site_of_arrays(x, y, path.name, wanted, labelled_only)
-        return with_patients(site, path, wanted.patients, names, secret)
+        stored = npz.read_labelled(path, npz.TRAINING)
+        y = renumbered(stored.y, stored.class_names, wanted.class_names, str(path))
+        return site_of_arrays(stored._replace(y=y), path.name, wanted, labelled_only, secret)
     images = find_images(path, labels)
     y, problems = folder_labels(path, images, wanted.class_names, labels)
     advice = f"save it as {LABEL_FILE}" + ", or name one with --labels" * (not labelled_only)
@@ -161,23 +157,32 @@ def read_site(
 
 
 def with_patients(
-    site: SiteData, path: Path, rule: PatientRule | None, names: Sequence[str] | None, secret: bytes
+    site: SiteData, rule: PatientRule | None, names: Sequence[str] | None, where: str, secret: bytes
 ) -> SiteData:
     """Returns the data of an .npz with the patients that it names, if these are asked for."""
     if rule is None:
         return site if names is None else replace(site, notes=(*site.notes, NOT_ASKED_FOR))
     found = numbered(names or [""] * len(site.y), secret)
-    return replace(site, patients=known_patients(rule, found, site.y, site.files, str(path)))
+    return replace(site, patients=known_patients(rule, found, site.y, site.files, where))
 
 
 def site_of_arrays(
-    x: Images, y: Labels, name: str, wanted: ImageForm, labelled_only: bool = False
+    found: npz.LabelledImages, name: str, wanted: ImageForm, labelled_only: bool = False, secret: bytes = b""
 ) -> SiteData:
     """Returns images in memory, labelled with numbers of the wanted classes, as a site's data."""
-    places: Sequence[int] = range(len(y))
-    if labelled_only:
-        chosen = _labelled(y, name)
-        x, y, places = x[chosen], y[chosen], chosen
+    x, y, _, names = found
+    if not labelled_only:
+        return with_patients(
+            _fitting(x, y, range(len(y)), name, wanted), wanted.patients, names, name, secret
+        )
+    chosen = _labelled(y, name)
+    names = None if names is None else [names[k] for k in chosen]
+    site = _fitting(x[chosen], y[chosen], chosen, name, wanted)
+    return with_patients(site, wanted.patients, names, name, secret)
+
+
+def _fitting(x: Images, y: Labels, places: Sequence[int], name: str, wanted: ImageForm) -> SiteData:
+    """Returns arrays as a site's data of the wanted size; `places`: of the images in their file."""
     files = tuple(f"{name}[{k}]" for k in places)
     count, height, width, channels = x.shape
     infos = {FileInfo("NPZ", "L" if channels == 1 else "RGB", width, height): count}
@@ -194,7 +199,7 @@ def site_of_arrays(
 def site_classes(path: Path, labels: Path | None = None) -> tuple[str, ...]:
     """Returns the class names in a site's own data, for use before any are agreed."""
     if _is_npz(path):
-        _, y, given = npz.read_labelled(path, npz.TRAINING)
+        _, y, given, _ = npz.read_labelled(path, npz.TRAINING)
         return given or tuple(str(k) for k in range(int(y.max()) + 1))
     return folder_classes(find_images(path, labels), labels)
 

@@ -280,12 +280,13 @@ class SiteNode:
         if not keep:
             return Payload(words)
         shares, labels = found.logits[run.method.headline].softmax(1).cpu().numpy(), y.cpu().numpy()
-        if self.patients is not None:
-            worth = effective_images(shares.argmax(1) == labels, told_apart(self.patients[rows]))
+        people = None if self.patients is None else told_apart(self.patients[rows])
+        if people is not None:
+            worth = effective_images(shares.argmax(1) == labels, people)
             words["effective"] = self._reported(max(1, int(worth)))
         if agreed.class_figures is None:
             return Payload(words)
-        figures = own_figures(shares, labels, agreed.class_names, agreed.class_figures)
+        figures = own_figures(shares, labels, agreed.class_names, agreed.class_figures, people)
         return Payload({**words, "figures": figures})
 
     def _run_of(self, words: Mapping[str, Any]) -> SiteRun:
