@@ -228,7 +228,9 @@ def status(folder: Coordinators = FOLDER) -> None:
     say(f"{found.name} at {found.address}, agreement {found.agreed}")
     for site in found.sites:
         why = f"; refused by the last run: {site.refused}" if site.refused else ""
-        say(f"  {site.name:20} {'here' if site.online else 'not here':8}  admitted {site.since[:10]}{why}")
+        images = "" if site.images is None else f", at most {counted(site.images, 'image')}"
+        here = "here" if site.online else "not here"
+        say(f"  {site.name:20} {here:8}  admitted {site.since[:10]}{images}{why}")
     if not found.sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
     if not found.up:

@@ -88,8 +88,8 @@ def join(coordinator: Path, place: DemoSite) -> None:
     show("join", given, "--name", place.name, "--data", place.images)
     federation_setup.join(given, place.name, place.images)
     key = given / f"{place.name}.pub"  # sent back by the site
-    show("admit", place.name, key, "--federation", coordinator)
-    federation_setup.admit(place.name, key, coordinator)
+    show("admit", place.name, key, "--images", place.size, "--federation", coordinator)
+    federation_setup.admit(place.name, key, coordinator, place.size)
 
 
 def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> None:

@@ -17,6 +17,7 @@ from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.data import FEW, show_survey
 from fedhassle.cli.options import Intensities, Labels, Patients
 from fedhassle.errors import UserError, require
+from fedhassle.names import counted
 
 if TYPE_CHECKING:
     from fedhassle.federation.agreement import Agreement, DataTerms
@@ -225,6 +226,7 @@ def join(
     say(f"send only this file to the coordinator: {public}")
     say(f"  {public.read_text('utf-8').strip()}")
     say(f"  {fingerprint(read_public_key(public))}")
+    say(f"and tell the coordinator over the telephone: {counted(len(found.site.files), 'image')}")
 
 
 def site_key(key: Path, public: Path, name: str) -> bool:
@@ -243,8 +245,16 @@ def admit(
     name: Annotated[str, typer.Argument(help="Name of the site.")],
     key: Annotated[Path, typer.Argument(help="Public key that the site sent, NAME.pub.")],
     federation: Federation = FOLDER,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of images that the site told you; it is refused if it counts more (default: not "
+            "agreed, so that the model card does not repeat its counts).",
+        ),
+    ] = None,
 ) -> None:
-    """Admit a site by its public key, or rename an admitted one."""
+    """Admit a site by its public key, or change the name or the number of images of an admitted one."""
     require_flower()
     from fedhassle.federation.setup.admission import admit_site
     from fedhassle.federation.setup.folder import checked_name, federation_folder, is_name
@@ -257,9 +267,11 @@ def admit(
             f"{key} belongs to a site named {called}, not {name}: run fedhassle federation admit {called} "
             f"{key}, or let the site join again with --name {name}"
         )
-    before = admit_site(folder.path, name, public)
+    before = admit_site(folder.path, name, public, images)
     said = {"": f"{name} is admitted", name: f"{name} was already admitted"}
     say(f"{said.get(before, f'{before} is now named {name}')}: {fingerprint(public)}")
+    if images is not None:
+        say(f"{name} may count {images:,} images, labelled or not")
 
 
 def expel(

@@ -86,4 +86,4 @@ def client_counts(run: Run, sites: Mapping[str, Mapping[str, int]] | None) -> di
 def patient_counts(sites: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """The number of patients of the sites that contributed and know them; nothing if none does."""
     known = [site["patients"] for site in sites.values() if site["rounds"] and "patients" in site]
-    return {"patients": sum(known), "sites_with_patients": len(known)} if known else {}
+    return {"patients": sum(known)} if known else {}

@@ -68,8 +68,8 @@ def model_card(summary: Metrics, about: Mapping[str, Any]) -> str:
     tables, tested = [table(summary)], on_test_images(summary)
     if tested is not None:
         tables += ["On the coordinator's test images:", table(tested)]
-    if by_site := summary["history"][-1].get("sites"):
-        tables += [about_sites(summary), site_table(by_site, summary["headline"])]
+    if summary["history"][-1].get("sites"):
+        tables += [about_sites(summary), site_table(summary)]
     if summary.get(BY_CLASS):
         tables += [about_classes(summary), class_table(summary[BY_CLASS])]
     return PAGE.format(
@@ -127,34 +127,43 @@ def class_table(found: Mapping[str, float | None]) -> str:
 
 
 def about_sites(summary: Metrics) -> str:
-    """The line above the table of sites."""
+    """The lines above the table of sites."""
     more = "AUROC: mean over classes, each against the rest; ECE: calibration error; recall by class. "
     found = summary["history"][-1]["sites"].values()
     known, by_patient = (any(key in site for site in found) for key in ("recall", "effective"))
     worth = ", by patient where a site knows them" if by_patient else ""
+    agreed = agreed_sites(summary)
+    hidden = any(name not in agreed for name in summary["history"][-1]["sites"])
+    dash = "Images: – where nobody has verified a site's count. " if hidden else ""
     return (
         f"Each site's own figures with {cell(summary['headline'])} at the last evaluation, as the sites "
-        f"report them ((…): 95 % interval{worth}). {more if known else ''}Few validation images tell little."
+        f"report them ((…): 95 % interval{worth}). {more if known else ''}{dash}Few validation images tell "
+        "little."
     )
 
 
-def site_table(found: Mapping[str, Mapping[str, Any]], headline: str) -> str:
+def site_table(summary: Metrics) -> str:
     """The figures of each site; of many sites those of the least accuracy."""
+    found, headline, agreed = summary["history"][-1]["sites"], summary["headline"], agreed_sites(summary)
     worst = sorted(found, key=lambda name: found[name]["accuracy"][headline])[:MOST_NAMES]
     shown = {name: found[name] for name in found if name in worst}
     known = any("recall" in site for site in shown.values())
     heading = ["site", "images", "accuracy %", *(["AUROC", "ECE", "recall %"] if known else [])]
-    rows = [site_row(name, site, headline)[: len(heading)] for name, site in shown.items()]
+    rows = [site_row(name, site, headline, name in agreed)[: len(heading)] for name, site in shown.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *rows])
 
 
-def site_row(name: str, site: Mapping[str, Any], headline: str) -> list[str]:
-    """A row of the table of sites; – for what a site does not report."""
+def site_row(name: str, site: Mapping[str, Any], headline: str, agreed: bool) -> list[str]:
+    """A row of the table of sites; – for what a site does not report, and for a count that is not agreed."""
     interval, area = site.get("accuracy_95"), site.get("auroc")
     low_high = f" ({100 * interval[0]:.0f} – {100 * interval[1]:.0f})" if interval else ""
     recall = [f"{cell(label)} {100 * share:.0f}" for label, share in site.get("recall", {}).items()]
     return [
-        *(cell(name), f"{site['count']:,}", f"{100 * site['accuracy'][headline]:.1f}{low_high}"),
+        *(
+            cell(name),
+            f"{site['count']:,}" if agreed else "–",
+            f"{100 * site['accuracy'][headline]:.1f}{low_high}",
+        ),
         *("–" if area is None else f"{area:.2f}", f"{site['ece']:.2f}" if "ece" in site else "–"),
         some_of(recall, MOST_NAMES) or "–",
     ]
@@ -181,7 +190,7 @@ def tested_on(summary: Mapping[str, Any]) -> str:
 
 def validation_images(summary: Mapping[str, Any]) -> str:
     """The validation images of a federation's sites, and the number of patients that they show."""
-    known = [site[key] for site in summary["sites"].values() if (key := "validation_patients") in site]
+    known = [site[key] for site in agreed_sites(summary).values() if (key := "validation_patients") in site]
     people = f", of {counted(sum(known), 'patient')}" if known else ""
     of_some = f" at {len(known)} of them" if 0 < len(known) < len(summary["sites"]) else ""
     return f"the validation images of the sites{people}{of_some}"
@@ -198,7 +207,8 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1{deep_images(about)}",
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
-        "sites": sites(about["sites"], is_federation(summary)) + idle_sites(summary),
+        "sites": sites(about["sites"])
+        + (site_counts(summary) if is_federation(summary) else images(about["sites"])),
         "split": split(summary),
         "rounds": f"{summary['rounds']}, {sites_per_round(summary)}",
         **privacy(summary),
@@ -221,15 +231,40 @@ def privacy(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def sites(counts: Mapping[str, int], reported: bool = False) -> str:
-    """The number of sites and of their images; the latter may only be what the sites report."""
+def sites(counts: Mapping[str, int]) -> str:
+    """The number of sites of each kind."""
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-    samples = f"{counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
-    people = f", of {counts['patients']:,} patients" if "patients" in counts else ""
-    known, everyone = counts.get("sites_with_patients", 0), sum(counts[kind] for kind in KINDS)
-    of_some = f" at the {known} sites that know them" if people and known < everyone else ""
-    source = "by their own count, which nobody has verified, " if reported else ""
-    return f"{everyone} ({kinds}); {source}{samples}{people}{of_some}"
+    return f"{sum(counts[kind] for kind in KINDS)} ({kinds})"
+
+
+def images(counts: Mapping[str, int]) -> str:
+    """The number of images of all sites."""
+    return f"; {counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
+
+
+def agreed_sites(summary: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
+    """The sites of a federation that were admitted with a number of images, which bounds what they count."""
+    return {name: site for name, site in summary.get("sites", {}).items() if "agreed_images" in site}
+
+
+def site_counts(summary: Mapping[str, Any]) -> str:
+    """The images of a federation's sites, as far as they are agreed, and the sites that are not counted."""
+    there = {name: site for name, site in summary["sites"].items() if site["rounds"]}
+    agreed = [site for name, site in agreed_sites(summary).items() if name in there]
+    words = idle_sites(summary)
+    if len(agreed) < len(there):
+        others = counted(len(there) - len(agreed), "site")
+        words = f"; without the images of {others}, whose number nobody has verified{words}"
+    if not agreed:
+        return words
+    known = [site["patients"] for site in agreed if "patients" in site]
+    people = f", of {counted(sum(known), 'patient')}" if known else ""
+    of_some = f" (known at {len(known)} of {len(agreed)} sites)" if 0 < len(known) < len(agreed) else ""
+    totals = {key: sum(site[key] for site in agreed) for key in ("labelled", "unlabelled")}
+    found = images({f"{key}_images": count for key, count in totals.items()})
+    where = "" if len(agreed) == len(there) else f" at {counted(len(agreed), 'site')}"
+    most = sum(site["agreed_images"] for site in agreed)
+    return f"{found}{people}{of_some}, of at most {most:,} images agreed at admission{where}{words}"
 
 
 def deep_images(about: Mapping[str, Any]) -> str:

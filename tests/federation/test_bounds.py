@@ -153,6 +153,22 @@ def test_a_site_with_more_images_than_the_rules_allow_is_refused(key, tmp_path):
     assert "50,0" in refused["why"] and "most_images" in refused["why"]
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_site_with_more_images_than_it_was_admitted_with_is_refused(coarse, tmp_path):
+    """Until it is admitted with more. Coarse counts may be too high, by a factor of √2."""
+    _, here, transport = federation(tmp_path, "fedavg", split=FEW, agreed=terms(coarse=coarse))
+    transport.behaviour["client 2", "query"] = introduced(labelled=32, unlabelled=256, validation=0)
+    transport.images = {"client 2": 203 if coarse else 287, "client 1": 10_000}
+    assert [client.name for client in here.present()] == ["client 1", "client 3"]
+    (refused,) = [event for event in here.audit.read() if event["event"] == "refused"]
+    assert refused["site"] == "client 2" and "counts 288 images, but was admitted with 2" in refused["why"]
+    assert "fedhassle federation admit again, with --images 288" in refused["why"]
+    transport.images["client 2"] += 1
+    assert [client.name for client in here.present()] == ["client 1", "client 2", "client 3"]
+    agreed = {e["site"]: e.get("agreed_images") for e in here.audit.read() if e["event"] == "joined"}
+    assert agreed == {"client 1": 10_000, "client 2": transport.images["client 2"], "client 3": None}
+
+
 def test_pseudo_labels_are_no_more_than_training_can_ask_for(tmp_path):
     method, here, transport = federation(tmp_path, "hassle", split=FEW)
 

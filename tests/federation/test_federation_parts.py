@@ -47,7 +47,7 @@ from fedhassle.federation.messages import (
 )
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.host import pem
-from fedhassle.federation.server.serverapp import admitted_names
+from fedhassle.federation.server.serverapp import admissions
 from fedhassle.federation.server.superlink import LocalControl
 from fedhassle.federation.setup.admission import admit_site
 from fedhassle.federation.setup.folder import FederationFolder
@@ -515,10 +515,10 @@ def test_a_node_has_the_name_that_its_key_is_admitted_under_now(tmp_path):
             SimpleNamespace(**about, name="south", public_key=b""),
         ]
     )
-    transport = FlowerTransport(flower, lambda: admitted_names(tmp_path))
+    transport = FlowerTransport(flower, lambda: admissions(tmp_path))
     assert [node.name for node in transport.nodes()] == ["nroth", "south"]  # there is no record
-    admit_site(tmp_path, "north", key)
-    assert [node.name for node in transport.nodes()] == ["north", "south"]
+    admit_site(tmp_path, "north", key, images=400)
+    assert [(node.name, node.images) for node in transport.nodes()] == [("north", 400), ("south", None)]
     FederationFolder(tmp_path).sites.write_text("x = = 1")
     assert [node.name for node in transport.nodes()] == ["nroth", "south"]  # the record cannot be read
 

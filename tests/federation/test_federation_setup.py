@@ -307,6 +307,26 @@ def test_sites_come_and_go(coordinator, tmp_path):
     assert list(admitted(coordinator)) == ["north", "south"]
 
 
+def test_the_number_of_a_sites_images_is_agreed_at_admission(coordinator, tmp_path):
+    """It stays if the site is renamed, and changes if the site is admitted again with another."""
+    where, north = ("--federation", coordinator), public(tmp_path, "north")
+    code, out, _ = call("admit", "north", north, *where, "--images", 1200)
+    assert code == 0 and "north may count 1,200 images, labelled or not" in out
+    assert call("admit", "north", north, *where)[0] == 0
+    assert [site.images for site in admitted(coordinator).values()] == [1200]
+    assert admit_site(coordinator, "nroth", keys.read_public_key(north)) == "north"
+    assert [(name, site.images) for name, site in admitted(coordinator).items()] == [("nroth", 1200)]
+    assert call("admit", "north", north, *where, "--images", 1500)[0] == 0
+    assert [(name, site.images) for name, site in admitted(coordinator).items()] == [("north", 1500)]
+    for wrong in (0, 10**12 + 1):
+        assert call("admit", "north", north, *where, "--images", wrong)[0] == 2
+    (coordinator / "sites.toml").write_text(
+        (coordinator / "sites.toml").read_text().replace("1500", "'many'")
+    )
+    with pytest.raises(UserError, match=r"sites\.north\.images"):
+        admitted(coordinator)
+
+
 def test_names_and_keys_occur_once(coordinator, tmp_path):
     where = ("--federation", coordinator)
     call("admit", "north", public(tmp_path, "north"), *where)

@@ -156,11 +156,14 @@ class Deployment:
     def orders(self, orders):
         (self.folder / f"{ROGUE}.rogue").write_text(json.dumps(orders))
 
-    def submit(self, name, **rules):
+    def submit(self, name, agreed=None, **rules):
+        """Starts a run; `agreed`: the images that sites were admitted with, by name."""
         self.ensure_nodes()
         self.before = len(self.events(name))
         write_agreement(agreement(self.address, **rules), self.folder / f"{name}.run" / "federation.toml")
         file = self.folder / f"{name}.run" / "federation.toml"
+        for site, images in (agreed or {}).items():
+            admit_site(file.parent, site, admitted(self.files.path)[site].key, images)
         return processes.submit(host.flower_home(self.files), file, self.folder / name)
 
     def events(self, name, *kinds):
@@ -240,7 +243,7 @@ def assert_close(path, expected):
 
 
 def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
-    deployment.submit("equal", minimum=3)
+    deployment.submit("equal", {"full": 208, "partial": 40}, minimum=3)
     deployment.finish("equal")
     assert_close(deployment.folder / "equal" / "model.safetensors", simulated(deployment, 3))
     rounds = deployment.events("equal", "round")
@@ -256,20 +259,23 @@ def test_three_rounds_equal_three_rounds_of_the_simulator(deployment):
     assert [joined[name].get("patients") for name in ("full", "partial", LATE)] == [52, 10, None]
     model = fedhassle.load(deployment.folder / "equal")
     assert model.intensities.text == "12 bits" and model.about["sites"]["patients"] == 62
-    assert (
-        "of 62 patients at the 2 sites that know them"
-        in (deployment.folder / "equal" / "model.md").read_text()
-    )
+    card = (deployment.folder / "equal" / "model.md").read_text()
+    assert "of 62 patients, of at most 248 images agreed at admission at 2 sites; without" in card
+    assert "of 1 site, whose number nobody has verified" in card and "| full | 40 |" in card
 
 
 def test_a_required_site_takes_part_in_every_round(deployment):
-    """By chance alone, some of these rounds would not ask it."""
-    drawn = [select([Client(name, 1, 1) for name in sorted(SITES)], Plan(4, 1, 5), t) for t in range(1, 5)]
-    missed = next(name for name in SITES if any(name != client.name for (client,) in drawn))
+    """By chance alone, some of these rounds would not ask it. A site with too many images takes no part."""
+    there = sorted({*SITES} - {LATE})
+    drawn = [select([Client(name, 1, 1) for name in there], Plan(4, 1, 5), t) for t in range(1, 5)]
+    missed = next(name for name in there if any(name != client.name for (client,) in drawn))
+    rules = {"minimum": 1, "required": (missed,), "clients_per_round": 1}
     deployment.orders({})
-    deployment.submit("required", rounds=4, every=4, minimum=1, required=(missed,), clients_per_round=1)
+    deployment.submit("required", {LATE: 39}, rounds=4, every=4, **rules)
     deployment.finish("required")
     assert all(missed in event["contributed"] for event in deployment.events("required", "round"))
+    (refused,) = deployment.events("required", "refused")
+    assert refused["site"] == LATE and "counts 40 images, but was admitted with 39" in refused["why"]
 
 
 GARBAGE = {  # what the rogue does in each round, and what the server says about it

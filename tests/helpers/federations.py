@@ -85,6 +85,7 @@ class FakeTransport:
     named: bool = True  # keys were admitted under the sites' names
     ids: dict = field(default_factory=dict)
     since: dict = field(default_factory=dict)
+    images: dict = field(default_factory=dict)  # by name: the most that a site was admitted with
     gone: set = field(default_factory=set)  # sites that are offline
     behaviour: dict = field(default_factory=dict)  # by (site, kind): a function that answers instead
     answers: dict = field(default_factory=dict)
@@ -97,7 +98,12 @@ class FakeTransport:
 
     def nodes(self):
         return [
-            ConnectedNode(self.ids[name], name if self.named else "", self.since.get(name, "today"))
+            ConnectedNode(
+                self.ids[name],
+                name if self.named else "",
+                self.since.get(name, "today"),
+                self.images.get(name),
+            )
             for name in self.sites
             if name not in self.gone
         ]

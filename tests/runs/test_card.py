@@ -117,6 +117,39 @@ def test_the_card_counts_sites_by_what_they_contributed(made):
     assert found["sites"].endswith("without a contribution: south, east")
 
 
+def test_the_card_repeats_only_counts_that_are_agreed_at_admission(made):
+    summary, about = made
+    sites = took_part(north=4, south=3, east=2, west=0)
+    lines = [{**summary["history"][-1], "sites": {}}]
+    for name in ("north", "south"):
+        lines[0]["sites"][name] = {"accuracy": {"EM": 0.5}, "count": 77, "accuracy_95": [0.4, 0.6]}
+    federation = {**summary, **sites, "history": lines}
+    card = model_card(federation, about)
+    kinds, without = "6 (1 full, 2 partial, 3 unlabelled)", "; without a contribution: west"
+    assert (
+        facts(card)["sites"]
+        == f"{kinds}; without the images of 3 sites, whose number nobody has verified{without}"
+    )
+    assert "77" not in card and "| north | – | 50.0 (40 – 60) |" in card
+    north = {"agreed_images": 5000, "labelled": 1234, "patients": 50, "validation_patients": 6}
+    sites["sites"]["north"] |= north
+    card = model_card({**federation, **sites}, about)
+    assert (
+        facts(card)["sites"]
+        == f"{kinds}; 1,234 images with labels, 1 without, of 50 patients, of at most 5,000 images agreed "
+        f"at admission at 1 site; without the images of 2 sites, whose number nobody has verified{without}"
+    )
+    assert "| north | 77 |" in card and "| south | – |" in card
+    assert "On the validation images of the sites, of 6 patients at 1 of them, " in card
+    for name in ("south", "east"):
+        sites["sites"][name]["agreed_images"] = 100
+    found = facts(model_card({**federation, **sites}, about))["sites"]
+    assert found == (
+        f"{kinds}; 1,252 images with labels, 3 without, of 50 patients (known at 1 of 3 sites), of at most "
+        f"5,200 images agreed at admission{without}"
+    )
+
+
 def test_the_card_of_a_federations_model_names_the_images_it_was_evaluated_on(made):
     summary, about = made
     lines = summary["history"]
@@ -179,11 +212,11 @@ def test_the_card_counts_patients_and_names_the_rule_for_deep_images(made):
     summary, about = made
     sites = took_part(north=4, south=4)
     for name, patients in (("north", 29), ("south", 8)):
-        sites["sites"][name] |= {"patients": patients, "validation_patients": patients // 8}
-    counts = about["sites"] | {"patients": 37, "sites_with_patients": 2}
-    card = model_card(summary | sites, about | {"sites": counts, "intensities": "12 bits"})
+        known = {"patients": patients, "validation_patients": patients // 8, "agreed_images": 10}
+        sites["sites"][name] |= known
+    card = model_card(summary | sites, about | {"intensities": "12 bits"})
     assert "On the validation images of the sites, of 4 patients, which took no part" in card
-    assert facts(card)["sites"].endswith(", of 37 patients at the 2 sites that know them")
+    assert ", of 37 patients, of at most 20 images" in facts(card)["sites"]
     assert facts(card)["images"].endswith("; grey of more than 8 bits by '12 bits'")
     del sites["sites"]["north"]["validation_patients"]
     assert "the sites, of 1 patient at 1 of them, which" in model_card(summary | sites, about)

@@ -15,12 +15,20 @@ DIGITS = 6
 WORDS, ARRAYS = "words", "arrays"  # the records of a message
 
 
+class Admission(NamedTuple):
+    """What the coordinator has admitted a key as."""
+
+    name: str  # of the site
+    images: int | None = None  # the most that it may count; None: nothing is agreed
+
+
 class ConnectedNode(NamedTuple):
     """A site's machine as the network sees it."""
 
     id: int
     name: str  # the name that its key was admitted under; empty where keys are not required
     since: str  # the time at which it connected
+    images: int | None = None  # the most that it was admitted with; None: nothing is agreed
 
 
 class SiteRequest(NamedTuple):
@@ -60,19 +68,19 @@ class Transport(Protocol):
 class FlowerTransport:
     """Transport over the grid that Flower gives to the server's program.
 
-    `names`: the current names of sites by key; Flower keeps the name of the first registration.
+    `admissions`: the current ones by key; Flower keeps the name of the first registration.
     """
 
-    def __init__(self, grid: Grid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
-        self.grid, self.names = grid, names
+    def __init__(self, grid: Grid, admissions: Callable[[], Mapping[bytes, Admission]] = dict) -> None:
+        self.grid, self.admissions = grid, admissions
 
     def nodes(self) -> list[ConnectedNode]:
         """The nodes that are online."""
-        names = self.names()
-        return [
-            ConnectedNode(node.node_id, names.get(node.public_key, node.name), node.last_activated_at)
-            for node in self.grid.get_nodes()
-        ]
+        known, made = self.admissions(), []
+        for node in self.grid.get_nodes():
+            name, images = known.get(node.public_key, Admission(node.name))
+            made.append(ConnectedNode(node.node_id, name, node.last_activated_at, images))
+        return made
 
     def push(self, requests: Sequence[SiteRequest]) -> list[str | None]:
         """Sends requests; arrays that several of them share go to the SuperLink once."""

@@ -6,6 +6,7 @@ from fedhassle.federation.audit_log import AuditLog, Event
 
 SERVER_ENDED, DISK_FULL = "the server's process has ended", "the server's disk is full: free some space"
 ACCIDENTS = (SERVER_ENDED, DISK_FULL)  # why a run has stopped that the server resumes by itself
+AGREED = "agreed_images"  # of a site that has joined: the most that it was admitted with
 COUNTED = ("joined", "relabelled")  # events with the numbers of a site's images
 
 

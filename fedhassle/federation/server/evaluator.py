@@ -13,8 +13,9 @@ from fedhassle.data.views import make_views
 from fedhassle.engine.evaluate import Scores, score
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
+from fedhassle.federation.audit_log import Event
 from fedhassle.federation.messages import PATIENTS
-from fedhassle.federation.server.audit import COUNTED, Audit
+from fedhassle.federation.server.audit import AGREED, COUNTED, Audit
 from fedhassle.federation.server.bounds import drop
 from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.runs.about import about_model
@@ -135,13 +136,17 @@ def best_so_far(folder: Folder) -> BestRound | None:
 
 def participation(audit: Audit) -> dict[str, Any]:
     """The sites in a run's summary: the images and rounds of each, and the number of sites per round."""
-    joined = {event["site"]: event for event in audit.read() if event["event"] in COUNTED}
+    joined: dict[str, Event] = {}
+    for event in audit.read():
+        if event["event"] in COUNTED:  # new labels change neither what is agreed nor the patients' number
+            before = joined.get(event["site"], {}) if event["event"] == "relabelled" else {}
+            joined[event["site"]] = {**before, **event}
     by_round = list(audit.contributors().values())
     sites = {
         name: {
             "labelled": joined[name]["labelled"],
             "unlabelled": joined[name]["unlabelled"],
-            **{key: joined[name][key] for key in PATIENTS if key in joined[name]},
+            **{key: joined[name][key] for key in (*PATIENTS, AGREED) if key in joined[name]},
             "rounds": sum(name in names for names in by_round),
         }
         for name in sorted(joined)

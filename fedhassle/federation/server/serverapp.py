@@ -14,7 +14,7 @@ from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import patch_server
 from fedhassle.federation.flower.processes import end_with
-from fedhassle.federation.flower.transport import FlowerTransport
+from fedhassle.federation.flower.transport import Admission, FlowerTransport
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.federation.server.host import pem
 from fedhassle.federation.setup.admission import admitted
@@ -22,10 +22,10 @@ from fedhassle.federation.setup.admission import admitted
 app = ServerApp()
 
 
-def admitted_names(folder: Path) -> dict[bytes, str]:
-    """The current names of the admitted sites by key; none while the record cannot be read."""
+def admissions(folder: Path) -> dict[bytes, Admission]:
+    """The current admissions by key; none while the record cannot be read."""
     try:
-        return {pem(site.key): name for name, site in admitted(folder).items()}
+        return {pem(site.key): Admission(name, site.images) for name, site in admitted(folder).items()}
     except UserError:
         return {}
 
@@ -38,6 +38,6 @@ def main(grid: Grid, context: Context) -> None:
     end_with(os.getppid())  # otherwise it would keep its folder locked after the server has ended
     log_to_output(also=("flwr",))
     patch_server()
-    transport = FlowerTransport(grid, partial(admitted_names, Path(file).parent))
+    transport = FlowerTransport(grid, partial(admissions, Path(file).parent))
     for _ in coordinate(transport, agreement, Path(folder), Path(test) if test else None):
         pass

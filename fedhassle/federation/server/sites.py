@@ -23,14 +23,14 @@ from fedhassle.federation.messages import (
     recounted,
     short,
 )
-from fedhassle.federation.server.audit import Audit
+from fedhassle.federation.server.audit import AGREED, Audit
 
 log = logging.getLogger("fedhassle")
 
 POLL = 0.1  # seconds between two looks for answers; one look costs about 10 ms of one core
 CHECK_ONLINE = 5.0  # seconds between two checks that the awaited sites are still online
 AWAY = 15.0  # seconds that an awaited site may be offline: a connection may break for a moment
-GONE = "its node is offline or was restarted"
+GONE = "its node is offline, or was restarted or admitted anew"
 LOG_EVERY = 10.0  # seconds between two log lines while waiting
 ASK_AGAIN = 10.0  # seconds until a node that failed to introduce itself is asked again
 LIFETIME = 12 * 3600.0  # seconds after the timeout in which a late answer is still awaited
@@ -157,7 +157,10 @@ class Sites:
         log.info(
             "%s has joined: %d labelled, %d unlabelled, %d for validation", client.name, *said.counts.values()
         )
-        self.audit.write("joined", site=client.name, **said.counts, **said.patients, versions=said.versions)
+        agreed = {} if node.images is None else {AGREED: node.images}
+        self.audit.write(
+            "joined", site=client.name, **said.counts, **said.patients, **agreed, versions=said.versions
+        )
 
     def _count_labels(self) -> None:
         """Takes over the counts of sites with new labels; those that cannot be are logged, and do not count.
@@ -169,7 +172,7 @@ class Sites:
             node, said = self.joined[name]
             try:
                 new = recounted(said, words, self.coarse_counts)
-                self._check_counts(new)
+                self._check_counts(node, new)
             except RefusedError as refused:
                 log.warning("the new labels of %s are not used: %s", name, refused)
                 self.audit.write("failed", site=name, why=f"new labels: {refused}")
@@ -190,7 +193,7 @@ class Sites:
                 f"it calls itself {short(name)}, but its key was admitted as {short(node.name)}: the "
                 "coordinator runs fedhassle federation admit again, with the site's own name"
             )
-        self._check_counts(said)
+        self._check_counts(node, said)
         if name in self.joined:
             raise RefusedError(f"another site called {short(name)} is online already")
         if said.agreed != self.agreed:
@@ -206,8 +209,17 @@ class Sites:
                     f"of {code!r}): send it the coordinator's Python file, and restart its node"
                 )
 
-    def _check_counts(self, said: Introduction) -> None:
-        """Refuses a site with more images than the rules allow."""
+    def _check_counts(self, node: ConnectedNode, said: Introduction) -> None:
+        """Refuses a site with more images than it was admitted with, or than the rules allow.
+
+        Coarse counts may be off by a factor of √2 each.
+        """
+        total = sum(said.counts.values())
+        if node.images is not None and total > node.images * (math.sqrt(2) if self.coarse_counts else 1):
+            raise RefusedError(
+                f"it counts {total:,} images, but was admitted with {node.images:,}: if it has more, the "
+                f"coordinator runs fedhassle federation admit again, with --images {total}"
+            )
         for what, count in (("labelled", said.client.labelled), ("unlabelled", said.client.unlabelled)):
             if count + said.validation > self.rules.most_images:
                 raise RefusedError(

@@ -36,6 +36,7 @@ class SiteStatus(NamedTuple):
     rounds: int  # of the latest run to which it contributed
     failures: int  # in the latest run
     accuracy: dict[str, float]  # by prediction, on its validation images, at the last evaluation
+    images: int | None = None  # the most that it was admitted with
 
 
 class RunStatus(NamedTuple):
@@ -84,7 +85,7 @@ def read_status(folder: FederationFolder) -> Status:
         )
         found = run_status(runs[0], events)
     known = [
-        site_status(name, name in online, one.since, events, merged[name], found)
+        site_status(name, name in online, one.since, events, merged[name], found)._replace(images=one.images)
         for name, one in sites.items()
     ]
     warnings = last_warnings(host.server_log(folder), FEW)

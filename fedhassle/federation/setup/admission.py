@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import AfterValidator, StrictStr
+from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from fedhassle.errors import UserError, require
-from fedhassle.federation.agreement import checked
+from fedhassle.federation.agreement import MOST_IMAGES, checked
 from fedhassle.federation.setup.folder import FederationFolder, checked_name
 from fedhassle.federation.setup.keys import checked_public_key, fingerprint
 from fedhassle.files import locked, write_text
@@ -32,6 +32,7 @@ class AdmittedSite:
 
     key: Annotated[StrictStr, AfterValidator(_checked_key)]  # a line of OpenSSH
     since: StrictStr  # a date and time, ISO 8601
+    images: Annotated[StrictInt, Field(ge=1, le=MOST_IMAGES)] | None = None  # the most that it may count
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,20 @@ def read_record(folder: Path) -> AdmissionRecord:
     return checked(AdmissionRecord, content, str(path))
 
 
-def admit_site(folder: Path, name: str, key: str) -> str:
+def admit_site(folder: Path, name: str, key: str, images: int | None = None) -> str:
     """Adds a site, or renames the one that is admitted with this key; returns its previous name or "".
 
-    Names and keys are unique. An expelled key stays out: Flower registers no key a second time.
+    Names and keys are unique. An expelled key stays out: Flower registers no key a second time. `images`: the
+    most that it may count from now on; None leaves this as it is.
     """
     checked_name(name)
+    fits = images is None or 1 <= images <= MOST_IMAGES
+    require(fits, f"a site has 1 to {MOST_IMAGES:,} images, got {images}")
     with locked(folder):
         record = read_record(folder)
         sites = record.sites
         before = next((known for known, site in sites.items() if site.key == key), "")
-        if before == name:
-            return name
-        if name in sites:
+        if before != name and name in sites:
             raise UserError(
                 f"{name} is already admitted with another key ({fingerprint(sites[name].key)}): to replace "
                 f"it, first run fedhassle federation expel {name}"
@@ -93,8 +95,10 @@ def admit_site(folder: Path, name: str, key: str) -> str:
             "private key, runs fedhassle federation join again, and sends you the new public key",
         )
         site = sites[before] if before else AdmittedSite(key, _now())
+        site = replace(site, images=site.images if images is None else images)
         others = {known: other for known, other in sites.items() if known != before}
-        _write(folder, replace(record, sites={**others, name: site}))
+        if sites.get(name) != site:
+            _write(folder, replace(record, sites={**others, name: site}))
     return before
 
 
@@ -117,7 +121,10 @@ def _now() -> str:
 
 def _write(folder: Path, record: AdmissionRecord) -> None:
     content = asdict(record)
-    content["sites"] = dict(sorted(content["sites"].items()))
+    content["sites"] = {
+        name: {key: value for key, value in site.items() if value is not None}
+        for name, site in sorted(content["sites"].items())
+    }
     if not record.expelled:
         del content["expelled"]
     write_text(FederationFolder(folder).sites, HEADER + tomli_w.dumps(content))
