@@ -132,6 +132,10 @@ class Averaged(Method):
         found = self.inner.report({k: v for k, v in scores.items() if not k.endswith(AVERAGED)})
         return found | {name + AVERAGED: score for name, score in self.inner.report(averaged).items()}
 
+    def own_prediction(self, client: str) -> str | None:
+        """The method's own, by the merged model."""
+        return self.inner.own_prediction(client)
+
     def unsent(self) -> float:
         """The method's threshold."""
         return self.inner.unsent()

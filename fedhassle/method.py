@@ -366,6 +366,10 @@ class Method:
         """The accuracies that are reported, from those of the predictions."""
         return dict(scores)
 
+    def own_prediction(self, client: str) -> str | None:
+        """The prediction that only the client of this name uses; None if it uses the headline's."""
+        return None
+
     def unsent(self) -> float:
         """Changes of an entry up to this size are sent in neither direction."""
         return 0.0

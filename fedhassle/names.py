@@ -113,6 +113,12 @@ def find(name: str, known: Mapping[str, Any], what: str, kind: str = "class") ->
         raise
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to fix
         said = f"{what} {brief(name)} cannot be imported: {type(error).__name__}: {error}"
+        loaded = sys.modules.get(
+            str(Path(module).expanduser().resolve()) if module.endswith(".py") else module
+        )
+        if attribute and isinstance(error, AttributeError) and loaded is not None and error.obj is loaded:
+            hint = nearest(error.name or "", [word for word in vars(loaded) if not word.startswith("_")])
+            said = f"{what} {brief(name)}: {brief(module)} has no {kind} {brief(error.name)}{hint}"
         if module == SESSION:
             said = f"{what} {attribute} was defined in a notebook or session, not in a file: {ADVICE}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:

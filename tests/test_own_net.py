@@ -44,7 +44,7 @@ def test_a_custom_network_is_built(place, module, images, tmp_path, monkeypatch)
     ("name", "message"),
     [
         ("own_bad_net:Flat", r"logits of shape \(B, 4\), got \(2, 5\)"),
-        ("own_bad_net:Absent", "cannot be imported"),
+        ("own_bad_net:Absent", "'own_bad_net' has no class 'Absent'"),
         ("own_bad_net:torch", "cannot be built"),
         ("torch.nn:ReLU", "cannot be built"),
         ("own_bad_net:nothing", "own_bad_net:nothing"),

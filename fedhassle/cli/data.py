@@ -14,7 +14,7 @@ from rich.table import Table
 from fedhassle.cli.options import DataDir, Intensities, Labels, Patients
 from fedhassle.errors import require
 from fedhassle.names import counted
-from fedhassle.terminal import progress_bar, say
+from fedhassle.terminal import progress_bar, say, show_columns
 
 if TYPE_CHECKING:
     from fedhassle.data.site.identical import Identical
@@ -160,12 +160,15 @@ def data_list(data_dir: DataDir = None) -> None:
     from fedhassle.data.catalogue import CATALOGUE, data_folder, is_available
 
     folder = data_folder(data_dir)
+    rows = [("name", "train + test", "classes", "files", "")]
     for entry in CATALOGUE.values():
         downloaded = "here" if is_available(entry.name, folder) else "to download"
-        here = downloaded if entry.sources else "shipped"
-        counts = f"{entry.images[0]:,} + {entry.images[1]:,} images, {entry.classes} classes"
-        say(console, f"{entry.name:12} {counts:38} {here:12} {entry.description}")
+        here = downloaded if entry.sources else "included"
+        counts = f"{entry.images[0]:,} + {entry.images[1]:,}"
+        rows.append((entry.name, counts, str(entry.classes), here, entry.description))
+    show_columns(console, rows)
+    say(console, f"downloads go to {folder}")
     say(
         console,
-        f"downloads go to {folder}; use your own .npz file (x_train, y_train, x_test, y_test) by path",
+        "your own images: data=FILE.npz with x_train, y_train, x_test and y_test, or a folder of sites",
     )

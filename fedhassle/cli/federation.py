@@ -134,7 +134,8 @@ def run(
     test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
     agreed_method(settings, empty_dataset(agreement))  # fail early: before waiting for sites
-    say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}; files in {path}")
+    say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}")
+    say(f"files    {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
     try:

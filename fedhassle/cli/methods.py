@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fedhassle.cli.completion import complete_method
 from fedhassle.errors import UserError, require
-from fedhassle.terminal import say
+from fedhassle.terminal import say, show_columns
 
 if TYPE_CHECKING:
     from fedhassle.settings.reference import Reference
@@ -54,8 +54,7 @@ def methods(
     if name is None and out is not None:
         update_reference(out)
     elif name is None:
-        for known, method in METHODS.items():
-            say(console, f"{known:16} {first_line(method.__doc__)}")
+        show_columns(console, [(known, first_line(method.__doc__)) for known, method in METHODS.items()])
     elif toml and out is not None:
         write_new(out, as_toml(reference(name)))
         say(console, f"settings {out}")
@@ -95,10 +94,8 @@ def show_reference(found: Reference) -> None:
     """Prints what a method does on each kind of client, and its settings."""
     from fedhassle.settings.reference import default_of
 
-    say(console, f"{found.name}: {found.summary}")
-    say(console, f"source: {found.source}")
-    if found.note:
-        say(console, f"settings: {found.note}")
+    lines = (("method", f"{found.name}: {found.summary}"), ("source", found.source), ("settings", found.note))
+    show_columns(console, [(what, text) for what, text in lines if text])
     say(console, "")
     clients = Table("clients", "with the default settings", box=None, pad_edge=False)
     for kind, text in found.clients.items():

@@ -162,7 +162,7 @@ def evaluate(
     console = Console()
     tested = " of ".join(counted(count, what[:-1]) for what, count in counts.items())
     show_scores(scores, model, f"{path} on {data}: {tested}", console, "patients" in counts)
-    for what, file in (("picture", picture), ("figures", as_json)):
+    for what, file in (("picture", picture), ("scores", as_json)):
         if file is not None:
             say(console, f"{what:8} {file}")
 

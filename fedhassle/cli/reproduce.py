@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from fedhassle.cli.options import DataDir, Device, Results, options_as_settings
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 from fedhassle.settings.request import is_setting
-from fedhassle.terminal import say
+from fedhassle.terminal import say, show_table
 
 if TYPE_CHECKING:
     from fedhassle.reproduce.experiment import Cell, Experiment, Selection
@@ -192,14 +192,21 @@ def make(
     """Trains the missing cells, then shows the figures."""
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.ray import RaySweep
+    from fedhassle.reproduce.results import require_metrics
     from fedhassle.reproduce.sweep import RUNS, Sweep
 
     cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
     work = Sweep(*options) if ray is None else RaySweep(ray, *options)
     work.tidy()
+
+    def check_metrics() -> None:
+        for experiment in chosen:
+            require_metrics(experiment, cells[experiment.name], ledger)
+
+    check_metrics()
     if work.cells:
-        follow_work(work, console)
+        follow_work(work, console, check_metrics)
     show_figures(chosen, cells, selection, ledger, console)
     for line in remaining_work(work):
         say(console, line)
@@ -223,8 +230,8 @@ def remaining_work(work: Sweep) -> Iterator[str]:
         yield f"left: {left} of {len(work.cells)} runs{others}{advice}"
 
 
-def follow_work(work: Sweep, console: Console) -> None:
-    """Shows the runs while they train."""
+def follow_work(work: Sweep, console: Console, check: Callable[[], None]) -> None:
+    """Shows the runs while they train; `check` is called after each, and ends all of them if it raises."""
     from fedhassle.reproduce.tables import time_left
     from fedhassle.runs.live import follow_several
 
@@ -236,6 +243,7 @@ def follow_work(work: Sweep, console: Console) -> None:
         if summary is None:
             causes = [str(error) for other, error in work.failed if other is cell]
             return ": ".join([f"{cell} has no result", *causes[-1:]])
+        check()
         score = 100 * summary["accuracy"][summary["headline"]]["mean_of_last"]
         return f"{count}  {cell}  {summary['headline']} {score:.2f} %  {summary['seconds']:.0f} s"
 
@@ -264,6 +272,6 @@ def show_figures(
 
     for experiment in chosen:
         if its := cells[experiment.name]:
-            console.print(results_table(experiment, measurements(experiment, its, ledger)))
+            show_table(console, results_table(experiment, measurements(experiment, its, ledger)))
             if selection.run_changes and paper_of(experiment, its) is None:
                 say(console, changed_settings(selection.run_changes))

@@ -76,12 +76,15 @@ def plain(value: Any) -> Any:
 def split_table(rows: Sequence[Any], digest: str) -> Table:
     """Returns a table of counts and effective classes, with a row per client."""
     shown = Table(
-        title=f"split {digest[:12]}: samples; effective classes",
+        title=f"split {digest[:12]}: images and classes of each client",
         title_justify="left",
+        caption="classes: their effective number, exp(entropy) of the class mix of all images, of the "
+        "labelled and of the unlabelled ones",
+        caption_justify="left",
     )
     for column in ("client", "kind"):
         shown.add_column(column)
-    for column in ("labelled", "unlabelled", "all", "lab.", "unl."):
+    for column in ("labelled", "unlabelled", "classes", "lab.", "unl."):
         shown.add_column(column, justify="right")
     for row in rows:
         classes = (row.effective, row.effective_labelled, row.effective_unlabelled)

@@ -14,7 +14,7 @@ from fedhassle.cli.options import DataDir, Device, Ray, Words, parse_request
 from fedhassle.errors import require
 from fedhassle.names import counted
 from fedhassle.settings.request import is_setting, key_value, variations
-from fedhassle.terminal import say
+from fedhassle.terminal import say, show_table
 
 if TYPE_CHECKING:
     from fedhassle.runs.run import Run
@@ -75,11 +75,12 @@ def resume(
     workers: Annotated[int | None, typer.Option(help="Number of workers (default: the run's).")] = None,
     ray: Ray = None,
 ) -> None:
-    """Resume runs after a crash, a kill or Ctrl-C, or continue finished runs.
+    """Resume interrupted runs, or extend finished ones.
 
-    With rounds=300 a run goes on to 300 rounds, with the result of a run that had 300 from the start. That is
-    refused where the first rounds would have been others, as with a schedule over all rounds. No other
-    setting can change.
+    After a crash, a kill or Ctrl-C a run continues from its last checkpoint, with bit-identical results. With
+    rounds=300 a finished run trains on to 300 rounds, as if it had had 300 from the start. This is refused if
+    the first rounds depend on the number of rounds, as with a learning-rate schedule. No other setting can
+    change.
     """
     from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
@@ -130,9 +131,9 @@ def follow_run(launched: Run) -> None:
     say(
         console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {place}; "
-        f"files in {path}",
+        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {place}",
     )
+    say(console, f"files    {path}")
     try:
         follow(train_run(launched), settings.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
@@ -180,9 +181,9 @@ def show_comparison(paths: Sequence[Path], picture: Path | None = None, against:
     lines = gaps(groups, against)
     if picture is not None:
         draw_curves(groups, picture)
-    console.print(comparison_table(groups))
+    show_table(console, comparison_table(groups))
     if (own := own_table(groups)) is not None:
-        console.print(own)
+        show_table(console, own)
     for line in lines:
         say(console, line)
     double = len(paths) - sum(len(group.runs) for group in groups)
@@ -199,11 +200,11 @@ def show_result(path: Path) -> None:
     from fedhassle.runs.record import OWN, evaluations_averaged, on_test_images, read_summary
 
     folder, summary = Folder(path), read_summary(path)
-    console.print(final_table(summary))
+    show_table(console, final_table(summary))
     if (tested := on_test_images(summary)) is not None:
-        console.print(final_table(tested, "on the coordinator's test images"))
+        show_table(console, final_table(tested, "on the coordinator's test images"))
     if own := summary.get(OWN):
-        shown = ", ".join(
+        shown = "; ".join(
             f"{name} {'unknown' if value is None else f'{value:.4g}'}" for name, value in own.items()
         )
         say(
@@ -216,7 +217,7 @@ def show_result(path: Path) -> None:
         how = f"round {best['round']}, the best on validation images ({score})"
         say(console, f"model    {folder.best}: {how}")
     model = "model" if best is None else "last"
-    for what, file in ((model, folder.model), ("curves", folder.curves), ("figures", folder.summary)):
+    for what, file in ((model, folder.model), ("curves", folder.curves), ("summary", folder.summary)):
         say(console, f"{what:8} {file}")
 
 

@@ -41,20 +41,28 @@ def score(method: Method, state: Arrays, images: Tensor, y: Tensor, views: Views
 
 def scores_of(method: Method, found: Counts, y: Tensor) -> Scores:
     """The figures that a method reports, from what was counted on images with labels y (N,)."""
-    sizes = one_hot(y, len(next(iter(found.right.values())))).sum(0).long().tolist()  # images of each class
+    shares = shares_right(found, y)
+    classes = range(len(next(iter(shares.values()))))
 
     def on_class(k: int) -> float | None:
-        if not sizes[k]:
-            return None
-        shares = {name: right[k] / sizes[k] for name, right in found.right.items()}
-        return method.report(shares).get(method.headline)
+        known = {name: share for name, each in shares.items() if (share := each[k]) is not None}
+        return method.report(known).get(method.headline) if known else None
 
     loss = method.report({name: total / len(y) for name, total in found.loss.items()})
     return Scores(
         method.report({name: sum(right) / len(y) for name, right in found.right.items()}),
         {name: value if math.isfinite(value) else None for name, value in loss.items()},
-        [on_class(k) for k in range(len(sizes))],
+        [on_class(k) for k in classes],
     )
+
+
+def shares_right(found: Counts, y: Tensor) -> dict[str, list[float | None]]:
+    """The accuracy of each prediction on each class, of images with labels y (N,); None without images."""
+    sizes = one_hot(y, len(next(iter(found.right.values())))).sum(0).long().tolist()
+    return {
+        name: [n / size if size else None for n, size in zip(right, sizes, strict=True)]
+        for name, right in found.right.items()
+    }
 
 
 @torch.no_grad()

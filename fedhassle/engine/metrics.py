@@ -20,6 +20,7 @@ log = logging.getLogger("fedhassle")
 
 MOST = 100  # numbers that a metric may return: each is a curve
 LOWEST = 0.1  # share of the clients behind `lowest_tenth`
+OVER_CLIENTS = ("mean", "std", "lowest", "lowest_tenth")  # figures of `spread_of_clients`
 
 
 class Predictions(NamedTuple):
@@ -133,9 +134,5 @@ def spread_of_clients(found: Sequence[float | None]) -> dict[str, float]:
     if not known:
         return {}
     tenth = known[: math.ceil(LOWEST * len(known))]
-    return {
-        "mean": statistics.fmean(known),
-        "std": statistics.pstdev(known),
-        "lowest": known[0],
-        "lowest_tenth": statistics.fmean(tenth),
-    }
+    values = (statistics.fmean(known), statistics.pstdev(known), known[0], statistics.fmean(tenth))
+    return dict(zip(OVER_CLIENTS, values, strict=True))

@@ -45,3 +45,7 @@ class Alone(FedAvg):
         """The mean accuracy of the clients' models, which is not that of their mean."""
         each = [score for name, score in scores.items() if name != "mean"]
         return {"mean": sum(each) / len(each)}
+
+    def own_prediction(self, client: str) -> str:
+        """The prediction by the client's own model, which exists once the client has trained."""
+        return OWN + client

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from fedhassle.engine.metrics import OVER_CLIENTS
 from fedhassle.errors import UserError, require
 from fedhassle.names import brief, nearest, some_lines
 from fedhassle.reproduce.paper import HEADLINE, TomlTable, Words
@@ -28,6 +29,8 @@ MEASURED = (
     "bytes_up",
     "bytes_down",
 )  # tables of a run's metrics
+KINDS = ("full", "partial", "unlabelled")
+KNOWN = {"client_accuracy": OVER_CLIENTS, "bytes_up": KINDS, "bytes_down": KINDS}  # names in these tables
 WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients
 
 
@@ -48,7 +51,7 @@ def require_unique(what: str, names: Sequence[str]) -> None:
 
 def as_metric(word: str) -> str:
     """A metric by its dotted name in a run's metrics, or of the whole run; `accuracy` is the headline."""
-    table, dot, _ = word.partition(".")
+    table, dot, name = word.partition(".")
     if word == "accuracy":
         return HEADLINE
     if not (word in WHOLE or (dot and table in MEASURED)):
@@ -56,6 +59,9 @@ def as_metric(word: str) -> str:
             f"not a metric: write accuracy, {', '.join(WHOLE)}, or one of {', '.join(MEASURED)}, "
             "a dot and a name"
         )
+    names = KNOWN.get(table, (name,))
+    if dot and name not in names:
+        raise ValueError(f"{table} has no {name!r}{nearest(name, names)} (there are {', '.join(names)})")
     return word
 
 
@@ -158,6 +164,12 @@ class Cell:
     def method(self) -> str:
         """The name of its method."""
         return self.requested.method
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The settings on which the names of its metrics depend."""
+        asked = self.requested
+        return self.method, str(asked.top("metrics", "")), asked.get("method", "average", "")
 
     @property
     def averaged(self) -> bool:

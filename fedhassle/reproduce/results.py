@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from fedhassle.averaging import AVERAGED
 from fedhassle.errors import require
+from fedhassle.names import nearest
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
+from fedhassle.reproduce.experiment import cells as cells_of
 from fedhassle.reproduce.ledger import Ledger, device_seconds
 from fedhassle.reproduce.paper import HEADLINE, PaperResults, paper_results
 from fedhassle.runs.record import LAST, Metrics
@@ -97,6 +99,25 @@ def measurements(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) 
         for seeds in by_name(cells)
         for measurement in measurements_of(experiment, seeds, summaries(seeds, ledger), paper)
     ]
+
+
+def require_metrics(experiment: Experiment, cells: Sequence[Cell], ledger: Ledger) -> None:
+    """Refuses a metric that no run of the experiment can have, as soon as the finished runs show that."""
+    asked = [name for name in experiment.metrics if "." in name]
+    finished = {cell.measures: cell.identity for cell in cells if asked and cell.identity in ledger}
+    if not asked or {cell.measures for cell in cells_of(experiment)} - finished.keys():
+        return  # runs that are still missing may have it
+    found = [summary for run in finished.values() if (summary := ledger.summary(run)) is not None]
+    lines = [summary["history"][-1] for summary in found]
+    for metric in asked:
+        table = metric.partition(".")[0]
+        known = list(dict.fromkeys(f"{table}.{name}" for line in lines for name in line.get(table, ())))
+        measured = bool(known) or table == "metrics"  # summaries of older versions lack some tables
+        there = f"there are {', '.join(known)}" if known else "its runs have none: set settings.metrics"
+        require(
+            metric in known or not measured,
+            f"{experiment.name}: no run has the metric {metric!r}{nearest(metric, known)} ({there})",
+        )
 
 
 def paper_of(experiment: Experiment, cells: Sequence[Cell]) -> PaperResults | None:

@@ -15,20 +15,24 @@ from fedhassle.reproduce.results import Measurement, unit
 from fedhassle.runs.run import Identity
 
 REST = "; the rest unknown"
+WORD = 16  # the longest word of a label that is not broken over lines
 
 
 def listing(
     chosen: Sequence[Experiment], cells: Mapping[str, Sequence[Cell]], ledger: Ledger
 ) -> Iterator[str]:
     """A line for each experiment, in the paper's order: number of cells, cells done, time left, title."""
-    form = "{:20} {:9} {:>5} {:>5} {:>24}  {}"
-    yield form.format("experiment", "paper", "cells", "done", "time left", "title")
+    rows = [("experiment", "paper", "cells", "done", "time left", "title")]
     known = list(paper_results())
     for one in sorted(chosen, key=lambda one: known.index(one.name) if one.name in known else len(known)):
         its = cells[one.name]
         lacking = [cell for cell in its if cell.identity not in ledger]
         left = time_left(lacking, ledger.seconds).removesuffix(REST)
-        yield form.format(one.name, one.source, len(its), len(its) - len(lacking), left, one.title)
+        counts = str(len(its)), str(len(its) - len(lacking))
+        rows.append((one.name, one.source, *counts, left, one.title))
+    a, b, c, d, e, _ = (max(map(len, column)) for column in zip(*rows, strict=True))  # widths of columns
+    form = f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:>{e}}}  {{}}"
+    yield from (form.format(*row) for row in rows)
 
 
 def time_left(cells: Sequence[Cell], seconds: Callable[[Identity], float | None]) -> str:
@@ -55,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 def results_table(experiment: Experiment, shown: Sequence[Measurement]) -> Table:
-    """Our results beside the paper's; an axis with a single choice gets no column."""
+    """Our results, beside the paper's if it has any; an axis with a single choice gets no column."""
     several = [
         i
         for i in range(len(experiment.axes))
@@ -67,9 +71,12 @@ def results_table(experiment: Experiment, shown: Sequence[Measurement]) -> Table
     title = Text(about, style="table.title")  # a Text, not a string: rich reads markup in strings
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i in several:
-        table.add_column(Text(experiment.axes[i].label))
+        words = [word for measurement in shown for word in measurement.choices[i].label.split()]
+        longest = max(len(word) for word in [experiment.axes[i].label, *words])
+        table.add_column(Text(experiment.axes[i].label), overflow="fold", min_width=min(longest, WORD))
     table.add_column("metric", no_wrap=True)
-    for column in ("seeds", "ours", "paper", "difference"):
+    columns = ("ours", "paper", "difference") if any(one.paper is not None for one in shown) else ("result",)
+    for column in ("seeds", *columns):
         table.add_column(column, justify="right", no_wrap=True)
     before = ""
     for measurement in shown:
@@ -79,7 +86,10 @@ def results_table(experiment: Experiment, shown: Sequence[Measurement]) -> Table
             named, seeds = [""] * len(named), ""
         before = measurement.name
         table.add_row(
-            *map(Text, named), Text(metric_label(measurement.metric)), seeds, *compared(measurement)
+            *map(Text, named),
+            Text(metric_label(measurement.metric)),
+            seeds,
+            *compared(measurement)[: len(columns)],
         )
     return table
 
@@ -95,7 +105,7 @@ def metric_label(metric: str) -> str:
     table, _, name = metric.partition(".")
     words = {
         **{"accuracy": "", "loss": "loss ", "test_loss": "test loss ", "metrics": ""},
-        **{"client_accuracy": "over clients, ", "bytes_up": "MB up, ", "bytes_down": "MB down, "},
+        **{"client_accuracy": "client accuracy, ", "bytes_up": "MB up, ", "bytes_down": "MB down, "},
     }
     return "accuracy" if metric == HEADLINE else (words.get(table, f"{table} ") + name).rstrip(", ")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedhassle.data.split.table import table
 from fedhassle.data.views import Views
 from fedhassle.engine.cores import available_cores
-from fedhassle.engine.evaluate import Counts, counts_of, scores_of
+from fedhassle.engine.evaluate import Counts, counts_of, scores_of, shares_right
 from fedhassle.engine.metrics import (
     Metric,
     Predictions,
@@ -24,7 +24,7 @@ from fedhassle.engine.metrics import (
 )
 from fedhassle.engine.trainer import dataset_views
 from fedhassle.method import Method
-from fedhassle.runs.record import CLIENTS, LOSS, OWN, Evaluation, Metrics, by_class
+from fedhassle.runs.record import BY_CLIENT, CLIENTS, LOSS, OWN, Evaluation, Metrics, by_class
 from fedhassle.runs.run import Run
 from fedhassle.settings.build import build_metrics
 from fedhassle.vectors import Arrays
@@ -39,6 +39,7 @@ class Evaluator:
     y: Tensor  # (N,)
     views: Views
     class_names: tuple[str, ...]
+    client_names: tuple[str, ...]
     mixes: np.ndarray  # (K, M): the share of each class in each client's data
     metrics: Mapping[str, Metric]  # a user's own
     threads: int
@@ -48,8 +49,11 @@ class Evaluator:
         """Returns the figures of the state after round t."""
         counted = self._count(state)
         found = scores_of(self.method, counted, self.y)
-        clients = spread_of_clients(client_accuracy(self.mixes, found.by_class))
+        own = self._own_accuracy(counted)
+        clients = spread_of_clients([*own.values()] or client_accuracy(self.mixes, found.by_class))
         more: Metrics = {LOSS: found.loss} | ({CLIENTS: clients} if clients else {})
+        if own:
+            more[BY_CLIENT] = own
         if self.metrics:
             more[OWN] = measure(self.metrics, self._seen(state, t, counted), self.failed)
         return Evaluation(found.accuracy, more | by_class(self.class_names, found.by_class))
@@ -58,6 +62,22 @@ class Evaluator:
         """Raises a `UserError` if a user's own metric does not work on these images; before training."""
         if self.metrics:
             try_metrics(self.metrics, self._seen(state, 0, self._count(state)))
+
+    def _own_accuracy(self, counted: Counts) -> dict[str, float | None]:
+        """The accuracy of each client's own prediction on its class mix; empty if clients share a model.
+
+        None for a client that has no model yet.
+        """
+        own = {name: self.method.own_prediction(name) for name in self.client_names}
+        if None in own.values():
+            return {}
+        shares = shares_right(counted, self.y)
+        unknown: list[float | None] = [None] * len(self.class_names)
+        found = [
+            client_accuracy(mix[None], shares.get(prediction or "", unknown))[0]
+            for prediction, mix in zip(own.values(), self.mixes, strict=True)
+        ]
+        return dict(zip(own, found, strict=True))
 
     def _count(self, state: Arrays) -> Counts:
         keep = bool(self.metrics)
@@ -79,6 +99,7 @@ def evaluator(run: Run) -> Evaluator:
         y=torch.from_numpy(dataset.y_test).to(run.device),
         views=dataset_views(dataset, run.device),
         class_names=dataset.class_names,
+        client_names=run.split.names,
         mixes=mixes_of(run),
         metrics=build_metrics(settings),
         threads=1 if run.device.type == "cuda" else threads,

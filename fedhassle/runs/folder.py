@@ -64,7 +64,10 @@ def claim(request: Request, out: Path | None) -> Folder:
     """A folder for a new run; the request is written at once, so that a crash loses nothing."""
     folder = Folder(Path(out) if out else new_folder(request))
     if folder.begun:
-        raise UserError(f"{folder.path} holds a run already: {resume_command(folder)}, or another --out")
+        raise UserError(
+            f"{folder.path} already holds a run: resume it with {resume_command(folder)}, "
+            "or choose another --out"
+        )
     remove_unfinished(folder.path)
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
         raise UserError(f"{folder.path} exists and is not an empty folder: choose another --out")
@@ -89,9 +92,9 @@ def new_folder(request: Request) -> Path:
 
 
 def default_folder(request: Request) -> Path:
-    """`runs/METHOD-DATA-TIME`, with a number appended if that exists."""
+    """`runs/METHOD-DATA-TIME`, by the class of a user's own method; with a number appended if that exists."""
     time = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = "-".join([file_name(request.method), file_name(Path(request.data).stem), time])
+    name = "-".join([file_name(request.method.rpartition(":")[2]), file_name(Path(request.data).stem), time])
     return next(path for each in numbered(name) if not (path := Path("runs") / each).exists())
 
 

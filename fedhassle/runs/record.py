@@ -26,7 +26,9 @@ Metrics = dict[str, Any]
 TEST_FALLBACK = "test_stands_in"  # in a line of metrics: no site could evaluate, the coordinator did
 BY_CLASS = "class_accuracy"  # in a line of metrics and in a summary: the headline's accuracy on each class
 EPSILON = "epsilon"  # in a line of metrics and in a summary's privacy: ε that the rounds so far have spent
-BY_CLIENT = "accuracy_by_client"  # in a summary: the headline's accuracy on each client's class mix
+BY_CLIENT = (
+    "accuracy_by_client"  # accuracy on each client's class mix: in a summary; of own models in lines too
+)
 CLIENTS = "client_accuracy"  # in a line of metrics: mean, std, lowest of these accuracies
 LOSS = "test_loss"  # in a line of metrics: the cross-entropy of each prediction on the test images
 OWN = "metrics"  # in a line of metrics: the numbers of a user's own metrics
@@ -150,9 +152,9 @@ def final_means(history: Sequence[Metrics], table: str) -> dict[str, float | Non
     return {name: statistics.fmean(values) if values else None for name, values in known.items()}
 
 
-def without_classes(metrics: Metrics) -> Metrics:
-    """A line of metrics without the accuracy on each class, with which a summary would grow too large."""
-    return {key: value for key, value in metrics.items() if key != BY_CLASS}
+def shortened(metrics: Metrics) -> Metrics:
+    """A line of metrics without accuracies by class and by client: a summary would grow too large."""
+    return {key: value for key, value in metrics.items() if key not in (BY_CLASS, BY_CLIENT)}
 
 
 def evaluations_averaged(summary: Metrics) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.record import Metrics
+from fedhassle.runs.record import BY_CLIENT, Metrics
 
-NOT_TRACKED = ("round", "sites")  # the step itself, and figures of single sites
+NOT_TRACKED = ("round", "sites", BY_CLIENT)  # the step itself, and figures of single sites and clients
 
 
 class Label(NamedTuple):

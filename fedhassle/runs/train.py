@@ -51,7 +51,7 @@ from fedhassle.runs.record import (
     final_means,
     final_scores,
     metrics_line,
-    without_classes,
+    shortened,
 )
 from fedhassle.runs.run import Run, require_extendable, write_settings
 from fedhassle.runs.seeds import grouped
@@ -234,7 +234,7 @@ def resumed(run: Run, may_grow: bool = False) -> Checkpoint:
     before = made.get("rounds")
     if may_grow and isinstance(before, int) and 0 < before < run.rounds:
         require_extendable(run, before)
-        log.warning("%s goes on to %d rounds, %d before", run.folder.path, run.rounds, before)
+        log.warning("%s had %d rounds and continues to %d", run.folder.path, before, run.rounds)
         made = made | {"rounds": run.rounds}
     require_same_settings(run.folder, start.t, made, now)
     require_headline(run, start)
@@ -302,6 +302,7 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
     if not last.history:
         raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
     scores, on_classes = final_scores(last.history), final_means(last.history, BY_CLASS)
+    by_client = final_means(last.history, BY_CLIENT) or accuracy_by_client(run, on_classes)
     summary: Metrics = {
         **origin,
         "rounds": last.t,
@@ -310,9 +311,9 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
         "accuracy": scores,
         BY_CLASS: on_classes,
         **{table: means for table in FINAL_MEANS if (means := final_means(last.history, table))},
-        **({BY_CLIENT: accuracy_by_client(run, on_classes)} if CLIENTS in last.history[-1] else {}),
+        **({BY_CLIENT: by_client} if CLIENTS in last.history[-1] else {}),
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
-        "history": [without_classes(metrics) for metrics in last.history],
+        "history": [shortened(metrics) for metrics in last.history],
     }
     write_arrays(folder.model, method.model(last.state), about | {"scores": scores})
     write_text(folder.card, model_card(summary, about))

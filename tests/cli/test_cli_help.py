@@ -28,7 +28,7 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
     code, out, _ = call("data", "list", "--data-dir", tmp_path)
     first = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0 and {"fmnist-mini", "fmnist", "cifar10", "cifar100"} <= set(first)
-    assert "shipped" in first["fmnist-mini"] and "12,000 + 2,000" in first["fmnist-mini"]
+    assert "included" in first["fmnist-mini"] and "12,000 + 2,000" in first["fmnist-mini"]
     assert " here " in first["cifar10"] and "to download" in first["cifar100"]
     monkeypatch.setenv("FEDHASSLE_DATA", str(tmp_path))
     assert call("data", "list")[1] == out

@@ -19,7 +19,7 @@ from fedhassle import provenance
 from fedhassle.files import write_text
 from fedhassle.provenance import code
 from fedhassle.runs.folder import claim, stored_request
-from fedhassle.runs.record import without_classes
+from fedhassle.runs.record import shortened
 from fedhassle.settings.request import request
 
 
@@ -28,7 +28,7 @@ def test_a_run_prints_plain_lines_then_a_table_and_its_files(finished):
     assert "\x1b" not in out and "\r" not in out  # no terminal
     lines = out.splitlines()
     assert lines[0].startswith("hassle on small.npz: 6 clients, 4 per round, 4 rounds, on cpu")
-    assert str(folder) in lines[0]
+    assert lines[1] == f"files    {folder}"
     rounds = [line for line in lines if line.startswith("round ")]
     for line, metrics in zip(rounds, metrics_of(folder), strict=True):
         assert line.startswith(f"round {metrics['round']}/4  ")
@@ -122,7 +122,7 @@ def test_a_summary_is_a_whole_result(finished, words):
     for name, share in summary["class_accuracy"].items():
         assert share == pytest.approx(sum(line["class_accuracy"][name] for line in lines) / len(lines))
     assert list(summary["class_accuracy"]) == ["0", "1", "2", "3"]
-    assert summary["history"] == [without_classes(line) for line in lines]
+    assert summary["history"] == [shortened(line) for line in lines]
     assert (summary["method"], summary["data"], summary["seed"]) == ("hassle", "small.npz", 0)
     assert (summary["rounds"], summary["headline"]) == (4, "EM")
     assert summary["settings"] == tomllib.loads((folder / "config.toml").read_text("utf-8"))
@@ -191,7 +191,7 @@ def test_python_returns_the_same_as_the_command(finished, words, tmp_path, capsy
     settings["split.labels"] = {"full": 1, "partial": 2, "unlabelled": 3, "share": 0.3}
     result = fedhassle.run(settings=settings, out=tmp_path / "run", quiet=True)
     assert capsys.readouterr() == ("", "")
-    expected = map(without_classes, metrics_of(finished[0]))
+    expected = map(shortened, metrics_of(finished[0]))
     assert but_seconds(result.summary["history"]) == but_seconds(expected)
     assert result.accuracy["EM"]["last"] == metrics_of(finished[0])[-1]["accuracy"]["EM"]
     assert result.model.predict(np.zeros((1, 12, 12), np.uint8)).probabilities.shape == (1, 4)

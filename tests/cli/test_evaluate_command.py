@@ -76,7 +76,7 @@ def test_files_are_written_before_anything_is_printed_and_named_at_the_end(
     picture, figures = tmp_path / "e.png", tmp_path / "e.json"
     words = ("evaluate", finished[0], images, "--picture", picture, "--json", figures)
     code, out, err = call(*words)
-    assert (code, err) == (0, "") and out.endswith(f"picture  {picture}\nfigures  {figures}\n")
+    assert (code, err) == (0, "") and out.endswith(f"picture  {picture}\nscores   {figures}\n")
     picture.unlink()
     figures.unlink()
     there = []

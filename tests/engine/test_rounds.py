@@ -15,7 +15,7 @@ from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Descent, Update
 from fedhassle.methods import Alone, FedAvg, FedMatch, Hassle, RSCFed
 from fedhassle.nets import IMAGES_A_PASS
-from fedhassle.runs.record import Evaluation, Tally, final_means, without_classes
+from fedhassle.runs.record import Evaluation, Tally, final_means, shortened
 
 NET = small.net(small.Linear, side=3)
 CLIENTS = tuple(Client(f"client {k}", 10, 5) for k in range(20))
@@ -401,7 +401,7 @@ def test_final_accuracies_by_class_are_means_of_the_last_ten_evaluations():
     lines = [{"class_accuracy": {"cat": k / 10, "dog": None}} for k in range(1, 9)]
     history = [*[early] * 5, {"round": 6}, *lines, {"round": 15}]
     assert final_means(history, "class_accuracy") == {"cat": pytest.approx(0.45), "dog": None}
-    assert without_classes({"round": 3, **early}) == {"round": 3}
+    assert shortened({"round": 3, **early}) == {"round": 3}
 
 
 def test_accuracy_is_measured_in_float32_whatever_training_is_in(monkeypatch):

@@ -126,7 +126,7 @@ def test_errors_of_phases(right, wrong, message, module, images, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_wrong:Absent", "cannot be imported: AttributeError"),
+        ("own_wrong:Absent", "'own_wrong' has no class 'Absent'"),
         ("own_absent:Ridge", "cannot be imported: ModuleNotFoundError"),
         ("own_wrong:function", "must be a dataclass that inherits fedhassle.Method"),
         ("own_wrong:dataclass", "must be a dataclass that inherits fedhassle.Method"),

@@ -262,9 +262,9 @@ def test_csv_has_no_noise_in_the_last_bits(tmp_path):
     """100 · (0.0615 + 0.1700 + 0.4630) / 3 is 23.150000000000002 in binary."""
     for seed, score in enumerate((0.0615, 0.1700, 0.4630)):
         cell = select([read_experiment("ablation")], Selection(only=(f"gra-mpa-{seed}",)))["ablation"][0]
-        ledgers.put(tmp_path, ledgers.summary(cell, {"EM": score}))
+        ledgers.put(tmp_path, ledgers.summary(cell, ledgers.hassle(score)))
     text = csv_text(made(tmp_path, "ablation", only=("gra-mpa",)))
-    (line,) = csv.DictReader(io.StringIO(text))
+    (line,) = [row for row in csv.DictReader(io.StringIO(text)) if row["metric"] == "accuracy.EM"]
     assert (line["mean"], line["difference"]) == ("23.15", "-44.64")
     assert max(len(word.partition(".")[2]) for word in (line["mean"], line["std"], line["paper"])) <= 10
 

@@ -20,7 +20,7 @@ def test_a_finished_run_goes_on_to_the_same_bits(rounds, eight_rounds, whole, tm
     folder = trained([*eight_rounds, f"rounds={rounds}"], tmp_path / "run")
     assert metrics_of(folder)[-1]["round"] == summary_of(folder)["rounds"] == rounds
     code, out, err = call("resume", folder, "rounds=8")
-    assert (code, err) == (0, "") and f"goes on to 8 rounds, {rounds} before" in " ".join(out.split())
+    assert (code, err) == (0, "") and f"had {rounds} rounds and continues to 8" in " ".join(out.split())
     assert_same_result(folder, whole)
 
 

@@ -124,6 +124,30 @@ def test_a_run_reports_the_loss_and_the_clients(finished):
     assert "metrics" not in summary and "accuracy_by_client" not in lines[-1]
 
 
+def test_clients_by_themselves_are_measured_by_their_own_models(data, tmp_path):
+    """Each model on each image, counted at the share of the image's class in the client's data."""
+    small.save_images(tmp_path / "own.npz", data)
+    settings = {**small.SETTINGS, "data": str(tmp_path / "own.npz"), "method": "local", "evaluate_every": 1}
+    result = fedhassle.run("paper", {**settings, "rounds": 2}, out=tmp_path / "run", quiet=True)
+    split, model = fedhassle.Split.load(tmp_path / "run" / "split.npz"), result.model
+    line, images = metrics_of(tmp_path / "run")[-1], model.views.normalise(torch.from_numpy(data.x_test))
+    expected = {}
+    for name, labelled, unlabelled in zip(split.names, split.labelled, split.unlabelled, strict=True):
+        expected[name] = None
+        if f"w of {name}" in model.state:
+            found = model.method.net.logits(model.state[f"w of {name}"], images).argmax(1).numpy()
+            right = [np.mean(found[data.y_test == k] == k) for k in range(data.classes)]
+            expected[name] = np.mean([right[k] for k in data.y_train[np.concatenate([labelled, unlabelled])]])
+    known = [value for value in expected.values() if value is not None]
+    assert 1 < len(known) < len(split.names)
+    assert line["accuracy_by_client"] == {k: v and pytest.approx(v) for k, v in expected.items()}
+    assert line["client_accuracy"]["mean"] == pytest.approx(np.mean(known))
+    assert line["client_accuracy"]["lowest"] == pytest.approx(min(known))
+    assert result.summary["accuracy_by_client"].keys() == {*split.names}
+    assert "accuracy_by_client" not in result.summary["history"][-1]
+    assert not any("accuracy_by_client" in name for name in figures_of_round(line))
+
+
 # Metrics of one's own
 
 
@@ -231,14 +255,19 @@ choices = [
 """
 
 
+def experiment(words):
+    """Returns the file of an experiment whose runs have these settings."""
+    pairs = [word.partition("=") for word in words]
+    settings = ", ".join(f"{k} = '{v}'" if k in ("data", "device") else f"{k} = {v}" for k, _, v in pairs)
+    return EXPERIMENT.format(settings=settings)
+
+
 def test_an_experiment_shows_own_numbers_in_its_report(fast, without_residuals, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fast()
-    pairs = [word.partition("=") for word in without_residuals]
-    settings = ", ".join(f"{k} = '{v}'" if k in ("data", "device") else f"{k} = {v}" for k, _, v in pairs)
-    (tmp_path / "mine.toml").write_text(EXPERIMENT.format(settings=settings), "utf-8")
+    (tmp_path / "mine.toml").write_text(experiment(without_residuals), "utf-8")
     code, out, err = call("reproduce", "mine.toml")
-    assert (code, err) == (0, "") and "norm" in out and "over clients, lowest" in out
+    assert (code, err) == (0, "") and "norm" in out and "client accuracy, lowest" in out
     for suffix in ("md", "csv", "html", "tex"):
         assert call("report", "mine.toml", "-o", f"report.{suffix}")[::2] == (0, "")
     (run,) = (tmp_path / "results").rglob("fedavg-*.json")
@@ -251,6 +280,44 @@ def test_an_experiment_shows_own_numbers_in_its_report(fast, without_residuals, 
         assert absent not in page.partition("How to read the tables")[2]
     code, _, err = call("results", "check", run, "--experiment", "mine.toml")
     assert (code, err) == (0, "")
+
+
+def test_a_misspelt_metric_of_ones_own_is_refused(fast, without_residuals, tmp_path, monkeypatch):
+    """By `reproduce` once a run of each method shows the names, before other seeds train; by `report` too."""
+    monkeypatch.chdir(tmp_path)
+    fast()
+    text = (
+        experiment(without_residuals)
+        .replace("seeds = 1", "seeds = 3")
+        .replace("metrics.norm", "metrics.nrom")
+    )
+    (tmp_path / "mine.toml").write_text(text, "utf-8")
+    for command in ("reproduce", "report"):
+        code, _, err = call(command, "mine.toml")
+        assert code == 2
+        assert err.startswith(
+            "fedhassle: mine: no run has the metric 'metrics.nrom', did you mean 'metrics.norm'? "
+            "(there are metrics.clients, metrics.norm, "
+        )
+    assert len([*(tmp_path / "results").rglob("*.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "client_accuracy.lowst",
+            r"has no 'lowst', did you mean 'lowest'\? \(there are mean, std, lowest, low",
+        ),
+        ("bytes_up.ful", r"has no 'ful', did you mean 'full'\? \(there are full, partial, unlabelled\)"),
+    ],
+)
+def test_a_misspelt_built_in_metric_is_refused_when_the_file_is_read(given, said, tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        EXPERIMENT.format(settings="rounds = 1").replace("metrics.norm", given), "utf-8"
+    )
+    with pytest.raises(fedhassle.UserError, match=said):
+        read_experiment(str(tmp_path / "mine.toml"))
 
 
 def test_an_unknown_table_of_metrics_is_refused(tmp_path):

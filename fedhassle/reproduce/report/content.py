@@ -20,6 +20,7 @@ from fedhassle.reproduce.results import (
     early,
     measurements_of,
     paper_of,
+    require_metrics,
     summaries,
 )
 from fedhassle.runs.record import BY_CLASS, LAST, Metrics
@@ -165,6 +166,7 @@ def section(
     experiment: Experiment, word: str, cells: Sequence[Cell], ledger: Ledger, selection: Selection
 ) -> Section:
     """An experiment and its results in the ledger."""
+    require_metrics(experiment, cells, ledger)
     paper = paper_of(experiment, cells)
     results = tuple(result(experiment, seeds, ledger, paper) for seeds in by_name(cells))
     runs = {cell.identity.key: cell.identity for cell in cells}
