@@ -1,4 +1,4 @@
-"""The commands, examples, links and figures of the README are right."""
+"""The commands, examples, links and figures of the README and of docs/usage.md are right."""
 
 import re
 import shlex
@@ -18,23 +18,23 @@ from fedhassle.settings.schema import resolve
 
 ROOT = Path(__file__).parents[1]
 MODES = ("SM", "UM", "EM")
-TEXT = (ROOT / "README.md").read_text("utf-8")
+TEXT, USAGE = ((ROOT / file).read_text("utf-8") for file in ("README.md", "docs/usage.md"))
 
 
-def blocks(language):
+def blocks(language, text=TEXT):
     """Returns the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def commands():
+def commands(text):
     """Returns every `fedhassle …` in a bash block, split into words as by a shell."""
-    lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    lines = "\n".join(blocks("bash", text)).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line and line[0] == "fedhassle"]
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_the_readme_parses(words):
+@pytest.mark.parametrize("words", commands(TEXT + USAGE), ids=" ".join)
+def test_a_command_parses(words):
     """Options and presets exist and settings are valid; nothing trains."""
     command, arguments = get_command(app), words
     while hasattr(command, "commands"):
@@ -47,8 +47,8 @@ def test_a_command_of_the_readme_parses(words):
         assert settings.rounds >= 1
 
 
-def test_the_readme_shows_every_command():
-    shown, known = commands(), get_command(app).commands
+def test_the_usage_page_shows_every_command():
+    shown, known = commands(USAGE), get_command(app).commands
     assert {words[0] for words in shown} == set(known)
     assert {words[1] for words in shown if words[0] == "federation"} == set(known["federation"].commands)
 
@@ -62,8 +62,8 @@ def test_the_first_example_in_python_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out and list(tmp_path.rglob("summary.json"))
 
 
-def test_the_configuration_of_the_readme_is_valid(tmp_path):
-    (text,) = blocks("toml")
+def test_the_configuration_of_the_usage_page_is_valid(tmp_path):
+    (text,) = blocks("toml", USAGE)
     (tmp_path / "mine.toml").write_text(text, "utf-8")
     settings = resolve(parse_request([str(tmp_path / "mine.toml"), "seed=1"], None, None))
     assert (settings.method.name, settings.method.settings["mu"], settings.split.clients) == (
@@ -105,8 +105,7 @@ def test_the_figures_of_the_readme_match_the_results():
     ledger = Ledger(ROOT / "results")
     runs = [cell.identity for cell in cells(read_experiment(str(ROOT / "docs" / "ten-seeds.toml")))]
     assert len(runs) == 20
-    own = re.sub(r"<!-- table1 -->.*<!-- /table1 -->", "", TEXT, flags=re.DOTALL)  # test_report_texts.py's
-    rows = [row for row in rows_of(own) if row[0].lower() in ("hassle", "fedavg")]
+    rows = [row for row in rows_of(TEXT) if row[0].lower() in ("hassle", "fedavg")]
     made = all(run in ledger for run in runs)
     assert [row[:2] for row in rows] == (
         [["FedAvg", "model"], *(["HASSLE", m] for m in MODES)] if made else []

@@ -197,7 +197,11 @@ def default_of(setting: Setting) -> str:
 
 def as_toml(found: Reference) -> str:
     """Returns a file to start from: every setting of a method, which `fedhassle run` accepts."""
-    lines = [f"# {found.summary}", "# All else is the paper's: rounds = 200, data = …; see README.md.", ""]
+    lines = [
+        f"# {found.summary}",
+        "# All else is the paper's: rounds = 200, data = …; see docs/usage.md.",
+        "",
+    ]
     lines += ["[method]", tomli_w.dumps({"name": found.name}).strip()]
     for own, title in ((True, "settings of its own"), (False, "settings of every method")):
         some = [setting for setting in found.settings if setting.own is own]

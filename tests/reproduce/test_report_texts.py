@@ -44,11 +44,10 @@ def ledger(tmp_path_factory):
 # Documents
 
 
-@pytest.mark.parametrize(("file", "names"), [("README.md", ["table1"]), ("docs/results.md", [])])
-def test_the_documents_show_the_results_as_they_stand(file, names):
-    """If this fails after new results, run: fedhassle report -o README.md -o docs/results.md."""
-    text = (ROOT / file).read_text("utf-8")
-    assert markdown.updated(text, made(ROOT / "results", *names)) == text
+def test_the_results_page_shows_the_results_as_they_stand():
+    """If this fails after new results, run: fedhassle report -o docs/results.md."""
+    text = (ROOT / "docs/results.md").read_text("utf-8")
+    assert "<!-- table1 -->" in text and markdown.updated(text, made(ROOT / "results")) == text
 
 
 def test_every_link_of_the_results_leads_somewhere():
