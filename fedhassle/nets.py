@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
@@ -151,6 +151,36 @@ class Randomness(NamedTuple):
     globally: bool  # another layer draws from PyTorch's global random state, which all threads share
 
 
+class OwnCopy:
+    """A module that is called with other tensors in place of its parameters and buffers, and keeps its own.
+
+    Same as `torch.func.functional_call`, in a tenth of its time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        tables = [table for layer in module.modules() for table in (layer._parameters, layer._buffers)]
+        self.places = {  # a tied weight has several
+            name: [(table, key) for table in tables for key, own in table.items() if own is tensor]
+            for name, tensor in self.tensors.items()
+        }
+
+    def __call__(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The module's output with these tensors."""
+        self._set(tensors)
+        try:
+            z: Tensor = self.module(x)
+        finally:
+            self._set(self.tensors)
+        return z
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for table, key in self.places[name]:
+                table[key] = tensor  # type: ignore[assignment] # a parameter may be any tensor
+
+
 class Net:
     """f(x; w): a network as a function of a flat vector of weights and one of BatchNorm statistics.
 
@@ -215,7 +245,7 @@ class Net:
             tensors[piece.name] = piece.view(flat)
         tensors |= self.constants(x.device)
         with CAPTURE_LOCK.eager() if x.is_cuda else nullcontext():
-            z: Tensor = torch.func.functional_call(self.own_copy(training), tensors, (x,))
+            z: Tensor = self.own_copy(training)(tensors, x)
         return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
 
     def _lowered(self, weights: Tensor) -> tuple[Tensor, ...]:
@@ -226,13 +256,13 @@ class Net:
         other_sizes = self.weight_sizes[self._n_kernel_pieces :]
         return (*torch.split(kernels.to(low), kernel_sizes), *torch.split(others, other_sizes))
 
-    def own_copy(self, training: bool) -> nn.Module:
+    def own_copy(self, training: bool) -> OwnCopy:
         """The copy of the module for this thread and mode, since both its tensors and its mode are state."""
         mode, copies = "training" if training else "evaluation", vars(self._copies)
         if mode not in copies:
-            copies[mode] = copy.deepcopy(self._module).train(training)
-        module: nn.Module = copies[mode]
-        return module
+            copies[mode] = OwnCopy(copy.deepcopy(self._module).train(training))
+        made: OwnCopy = copies[mode]
+        return made
 
     @cached_property
     def randomness(self) -> Randomness:

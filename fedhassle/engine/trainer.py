@@ -11,7 +11,7 @@ import torch
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine.client import Samples, Site, Trained, to_device, train, visit
-from fedhassle.engine.cores import side_by_side
+from fedhassle.engine.cores import keep_memory, side_by_side
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.method import Client, Method
@@ -34,6 +34,8 @@ class Trainer:
 
     def __init__(self, dataset: Dataset, seed: int, engine: Engine, threads: int = 1) -> None:
         device = engine.device
+        if device.type == "cpu":
+            keep_memory()
         self.seed, self.engine = seed, engine
         self.threads = threads if device.type == "cpu" else 1
         self.lanes = Lanes(engine) if device.type != "cpu" else None

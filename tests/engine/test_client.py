@@ -81,7 +81,9 @@ def test_one_client_is_a_plain_module_with_torch_optim(build, clip, n, optimiser
             nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimiser.step()
         losses.append(loss.item())
-    torch.testing.assert_close(update.arrays["w"], net.flatten(module), rtol=1e-5, atol=3e-6)
+    # AdamW divides by the size of a gradient, so rounding errors of a small one count.
+    atol = 3e-6 if kind is torch.optim.SGD else 1e-5
+    torch.testing.assert_close(update.arrays["w"], net.flatten(module), rtol=1e-5, atol=atol)
     assert (update.arrays["w"] - start).abs().max() > 3e-3  # it did train
     assert update.samples == {"w": n}
     assert update.losses["w"].item() == pytest.approx(np.mean(losses), rel=1e-4)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from small import but_seconds, call, cut, metrics_of, resolved
 from torch import nn
 
-from fedhassle.architectures import LeNet, ResNet8, Stem
+from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.device import LANES, Engine
 from fedhassle.errors import UserError
+from fedhassle.layers import Stem
 from fedhassle.nets import Net
 from fedhassle.runs.folder import claim
 from fedhassle.runs.run import reopen
