@@ -13,8 +13,8 @@ ROWS, COLUMNS = 2, 2  # of a square that is pooled
 
 
 def trained_on_cpu(layer: nn.Conv2d, x: Tensor) -> bool:
-    """True if a gradient for the layer's weights is needed, on a CPU and in full precision."""
-    needed = torch.is_grad_enabled() and layer.weight.requires_grad
+    """True if a layer in training mode needs a gradient for its weights, on a CPU and in full precision."""
+    needed = layer.training and torch.is_grad_enabled() and layer.weight.requires_grad
     return needed and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
