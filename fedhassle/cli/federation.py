@@ -188,14 +188,15 @@ def follow_run(
 ) -> None:
     """Starts a run, or finds the one that is running, and follows it to its end; Ctrl-C stops it."""
     from fedhassle.federation.flower.processes import submit, uninterrupted
-    from fedhassle.federation.server import host
+    from fedhassle.federation.server import calls, host
+    from fedhassle.federation.server.calls import link_of
     from fedhassle.federation.server.follow import followed, read_position
-    from fedhassle.federation.server.host import flower_home, link_of
+    from fedhassle.federation.server.host import flower_home
     from fedhassle.files import wait_until_free
     from fedhassle.runs.live import follow
 
     link = link_of(folder)
-    alive = [one for one in host.runs(link) if one.alive]
+    alive = [one for one in calls.runs(link) if one.alive]
     going = any(one.folder == str(place.path) for one in alive)
     if alive and not going:
         raise UserError(
@@ -209,12 +210,12 @@ def follow_run(
         host.write_limit(folder)  # the agreement may have changed since the server was started
         submit(flower_home(folder), folder.agreement, place.path, test)
     try:
-        steps = followed(place, seen, lambda: bool(host.alive_in(link, place.path)), say)
+        steps = followed(place, seen, lambda: bool(calls.alive_in(link, place.path)), say)
         follow(steps, rounds, headline, console)
     except KeyboardInterrupt:
         with uninterrupted():
-            for one in host.alive_in(link, place.path):
-                host.stop(link, one.id)
+            for one in calls.alive_in(link, place.path):
+                calls.stop(link, one.id)
             wait_until_free(place.path)
         raise
 

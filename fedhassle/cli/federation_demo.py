@@ -94,7 +94,8 @@ def join(coordinator: Path, place: DemoSite) -> None:
 
 def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> None:
     """Starts the server and the nodes with their commands, and waits until all are connected."""
-    from fedhassle.federation.server.host import link_of, online_sites
+    from fedhassle.federation.server.calls import link_of
+    from fedhassle.federation.server.host import online_sites
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import FederationFolder
 

@@ -302,7 +302,9 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
     if not last.history:
         raise UserError(f"{folder.path}: no round could be evaluated, so there is no result to write")
     scores, on_classes = final_scores(last.history), final_means(last.history, BY_CLASS)
-    by_client = final_means(last.history, BY_CLIENT) or accuracy_by_client(run, on_classes)
+    by_client: dict[str, float | None] = {}
+    if CLIENTS in last.history[-1]:  # a federation does not know the classes of its sites
+        by_client = final_means(last.history, BY_CLIENT) or accuracy_by_client(run, on_classes)
     summary: Metrics = {
         **origin,
         "rounds": last.t,
@@ -311,7 +313,7 @@ def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:
         "accuracy": scores,
         BY_CLASS: on_classes,
         **{table: means for table in FINAL_MEANS if (means := final_means(last.history, table))},
-        **({BY_CLIENT: by_client} if CLIENTS in last.history[-1] else {}),
+        **({BY_CLIENT: by_client} if by_client else {}),
         "seconds": round(sum(m["seconds"] for m in last.history), 1),
         "history": [shortened(metrics) for metrics in last.history],
     }

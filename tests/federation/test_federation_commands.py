@@ -24,7 +24,7 @@ from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.build import run_settings
 from fedhassle.federation.flower import process_tree, processes
 from fedhassle.federation.flower.logs import LogReader
-from fedhassle.federation.server import host
+from fedhassle.federation.server import calls, host
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.setup import reach
 from fedhassle.federation.setup.admission import AdmittedSite, admit_site, admitted
@@ -164,8 +164,8 @@ def test_a_second_run_is_refused_while_another_is_running(
         raise UserError("submitted")
 
     monkeypatch.setattr(processes, "submit", submit)
-    first = host.StartedRun(1, status, "2026-01-02", "/runs/first")
-    monkeypatch.setattr(host, "runs", lambda link: [first])
+    first = calls.StartedRun(1, status, "2026-01-02", "/runs/first")
+    monkeypatch.setattr(calls, "runs", lambda link: [first])
     code, _, err = call("federation", "run", coordinator, "--out", tmp_path / "second")
     assert code == 2 and message in one_line(err) and not (tmp_path / "second").exists()
     assert f"to continue: fedhassle federation run {coordinator} --out {tmp_path}" in one_line(err)
@@ -402,17 +402,17 @@ class FakeLink:
     def __init__(self, monkeypatch):
         self.nodes, self.used, self.calls = {}, set(), []
         for name in ("registered", "register", "unregister"):
-            monkeypatch.setattr(host, name, getattr(self, name))
+            monkeypatch.setattr(calls, name, getattr(self, name))
 
     def registered(self, link):
         return list(self.nodes.values())
 
     def register(self, link, name, key):
         self.calls.append(("register", name))
-        if host.pem(key) in self.used:
+        if calls.pem(key) in self.used:
             raise UserError("Public key already in use.")
         number = len(self.calls)
-        self.nodes[number] = host.RegisteredNode(number, name, host.pem(key), False, "")
+        self.nodes[number] = calls.RegisteredNode(number, name, calls.pem(key), False, "")
 
     def unregister(self, link, number):
         self.calls.append(("unregister", self.nodes[number].name))
@@ -436,7 +436,7 @@ def test_the_server_admits_exactly_the_sites_of_the_record(tmp_path, monkeypatch
         "south is no longer admitted",
         "south is admitted",
     ]
-    assert {node.key for node in link.nodes.values()} == {host.pem(north.key), host.pem(new.key)}
+    assert {node.key for node in link.nodes.values()} == {calls.pem(north.key), calls.pem(new.key)}
     east = site(tmp_path, "east")
     lines = []
     with pytest.raises(UserError, match="south: Public key already in use"):
@@ -464,9 +464,9 @@ def test_status_shows_the_sites_online_and_those_that_the_last_run_refused(
     audit.write("joined", site="south")
     list(host.apply_admissions(None, admitted(coordinator)))
     link.nodes = {k: node._replace(online=True) for k, node in link.nodes.items()}
-    monkeypatch.setattr(host, "is_ready", lambda link: True)
-    last = host.StartedRun(1, "running", "2026-01-02", str(tmp_path / "run"))
-    monkeypatch.setattr(host, "runs", lambda link: [last])
+    monkeypatch.setattr(calls, "is_ready", lambda link: True)
+    last = calls.StartedRun(1, "running", "2026-01-02", str(tmp_path / "run"))
+    monkeypatch.setattr(calls, "runs", lambda link: [last])
     code, out, _ = call("federation", "status", coordinator)
     lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
     assert code == 0 and lines == [["north", "here"], ["south", "here"]]

@@ -46,7 +46,7 @@ from fedhassle.federation.messages import (
     unpacked,
 )
 from fedhassle.federation.server.audit import Audit
-from fedhassle.federation.server.host import pem
+from fedhassle.federation.server.calls import pem
 from fedhassle.federation.server.serverapp import admissions
 from fedhassle.federation.server.superlink import LocalControl
 from fedhassle.federation.setup.admission import admit_site

@@ -40,8 +40,8 @@ from fedhassle.federation.agreement import (
 from fedhassle.federation.audit_log import AuditLog
 from fedhassle.federation.build import dataset_of, run_settings
 from fedhassle.federation.flower import logs, patches, process_tree, processes
-from fedhassle.federation.server import host, keep
-from fedhassle.federation.server.host import register, registered, runs, stop
+from fedhassle.federation.server import calls, host, keep
+from fedhassle.federation.server.calls import register, registered, runs, stop
 from fedhassle.federation.server.monitor import monitoring
 from fedhassle.federation.setup.admission import admit_site, admitted, expel_site
 from fedhassle.federation.setup.init import create_federation
@@ -123,7 +123,7 @@ class Deployment:
         self.apply_admissions()
 
     def apply_admissions(self):
-        return list(host.apply_admissions(host.link_of(self.files), admitted(self.files.path)))
+        return list(host.apply_admissions(calls.link_of(self.files), admitted(self.files.path)))
 
     def start_node(self, name, known_as=None):
         """Starts a node as `fedhassle federation node` does; that of ROGUE misbehaves when told.
@@ -459,7 +459,7 @@ def test_a_strangers_large_request_is_refused_before_it_is_read(deployment):
 
 def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):
     """With all three sites: otherwise it would continue without one that is slow to return."""
-    link = host.link_of(deployment.files)
+    link = calls.link_of(deployment.files)
     number = deployment.submit("stopped", rounds=4, minimum=3)
     deployment.until("stopped", lambda: deployment.events("stopped", "done"), "a round")
     (known,) = [run for run in runs(link) if run.id == number]
@@ -490,7 +490,7 @@ def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deploym
     assert [event[key] for key in ("site", "labelled", "unlabelled", "validation")] == [LATE, 20, 20, 0]
     last = deployment.events("late", "done")[-1]["round"]
     deployment.until("late", lambda: deployment.events("late", "done")[-1]["round"] >= last + 2, "two rounds")
-    stop(host.link_of(deployment.files), number)
+    stop(calls.link_of(deployment.files), number)
     wait_until_free(deployment.folder / "late", LIMIT)
     assert all(e["contributed"] == sorted(SITES) for e in deployment.events("late", "round"))
     assert "trained w_S" in log.read_text()
@@ -528,7 +528,7 @@ def label_late(deployment, label):
 
 def test_a_site_expelled_in_mid_round_is_out(deployment):
     """The round does not wait for it; its key is refused from now on, under any name."""
-    link, gone = host.link_of(deployment.files), deployment.files.path
+    link, gone = calls.link_of(deployment.files), deployment.files.path
     (deployment.folder / f"{ROGUE}.asleep").unlink(missing_ok=True)
     deployment.orders({"2": "sleep"})
     deployment.submit("expelled", rounds=3, minimum=2)

@@ -13,7 +13,7 @@ from federations import Flying, network, terms
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address, parsed_address, write_agreement
-from fedhassle.federation.server import host, monitor
+from fedhassle.federation.server import calls, host, monitor
 from fedhassle.federation.server import status as status_module
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
@@ -43,10 +43,10 @@ def folder(tmp_path, monkeypatch):
     Audit(tmp_path / "run" / "audit.jsonl").write("refused", site="client 4", why=EVIL)
     names = [f"client {k}" for k in range(1, 5)]
     sites = {name: AdmittedSite("a key", "2026-01-02T03:04:05") for name in names}
-    run = host.StartedRun(7, "running", "2026-01-02", str(tmp_path / "run"))
+    run = calls.StartedRun(7, "running", "2026-01-02", str(tmp_path / "run"))
     monkeypatch.setattr(status_module, "admitted", lambda path: sites)
     monkeypatch.setattr(host, "online_sites", lambda link, sites: set(names[:3]))
-    monkeypatch.setattr(host, "runs", lambda link: [run])
+    monkeypatch.setattr(calls, "runs", lambda link: [run])
     yield FederationFolder(tmp_path)
     steps.close()
 

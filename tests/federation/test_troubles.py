@@ -23,7 +23,7 @@ from sqlalchemy.exc import OperationalError
 
 from fedhassle.errors import UserError
 from fedhassle.federation.flower import database, deliveries, logs, patches
-from fedhassle.federation.server import host, keep
+from fedhassle.federation.server import calls, host, keep
 from fedhassle.federation.server.audit import DISK_FULL, SERVER_ENDED, Audit
 from fedhassle.federation.setup.folder import FederationFolder
 
@@ -244,7 +244,7 @@ def test_a_node_ends_with_any_of_its_parts(tmp_path):
 
 
 def started(folder, status):
-    return host.StartedRun(1, status, "2026-01-02", str(folder))
+    return calls.StartedRun(1, status, "2026-01-02", str(folder))
 
 
 @pytest.fixture
@@ -252,14 +252,14 @@ def federation(tmp_path, monkeypatch):
     """The folder of a federation, a run in it, and the runs that were resumed."""
     folder, run, submitted = FederationFolder(tmp_path), tmp_path / "run", []
     folder.server.mkdir()
-    monkeypatch.setattr(keep, "link_of", lambda folder: host.Link("", tmp_path))
+    monkeypatch.setattr(keep, "link_of", lambda folder: calls.Link("", tmp_path))
     monkeypatch.setattr(keep, "submit", lambda home, file, path, test: submitted.append((path, test)))
     Audit(run / "audit.jsonl").write("created", run="x", test="images")
     return SimpleNamespace(folder=folder, run=run, submitted=submitted)
 
 
 def look(keeper, monkeypatch, runs):
-    monkeypatch.setattr(host, "runs", lambda link: runs)
+    monkeypatch.setattr(calls, "runs", lambda link: runs)
     return keeper.look()
 
 
@@ -294,7 +294,7 @@ def test_a_run_whose_program_has_ended_by_accident_is_resumed(status, last, resu
 def test_a_run_that_has_left_is_not_waited_for(federation, monkeypatch):
     """Flower counts its program as alive for another minute."""
     keeper, stopped = keep.RunKeeper(federation.folder), []
-    monkeypatch.setattr(host, "stop", lambda link, number: stopped.append(number))
+    monkeypatch.setattr(calls, "stop", lambda link, number: stopped.append(number))
     running = [started(federation.run, "running")]
     assert look(keeper, monkeypatch, running) == []
     Audit(federation.run / "audit.jsonl").write("stopped", why=SERVER_ENDED)

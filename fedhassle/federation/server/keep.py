@@ -11,9 +11,10 @@ from fedhassle.errors import UserError
 from fedhassle.federation.audit_log import Event
 from fedhassle.federation.flower.logs import LogReader, write_line
 from fedhassle.federation.flower.processes import submit
-from fedhassle.federation.server import host
+from fedhassle.federation.server import calls, host
 from fedhassle.federation.server.audit import ACCIDENTS, Audit
-from fedhassle.federation.server.host import StartedRun, flower_home, link_of, server_log
+from fedhassle.federation.server.calls import StartedRun, link_of
+from fedhassle.federation.server.host import flower_home, server_log
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import wait_until_free
 from fedhassle.runs.folder import Folder
@@ -76,12 +77,12 @@ class RunKeeper:
     def look(self) -> list[str]:
         """Resumes what has ended unexpectedly since the last look; returns a line for each."""
         try:
-            known = host.runs(self.link)
+            known = calls.runs(self.link)
         except UserError:  # too busy to answer: try again at the next look
             return []
         for run in known:
             if run.alive and self._has_left(run):  # Flower would notice within a minute
-                host.stop(self.link, run.id)
+                calls.stop(self.link, run.id)
         alive = {run.folder for run in known if run.alive and not self._has_left(run)}
         self._told = {path: line for path, line in self._told.items() if path not in alive}
         ended = self._alive - alive

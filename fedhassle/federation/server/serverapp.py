@@ -15,8 +15,8 @@ from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import patch_server
 from fedhassle.federation.flower.processes import end_with
 from fedhassle.federation.flower.transport import Admission, FlowerTransport
+from fedhassle.federation.server.calls import pem
 from fedhassle.federation.server.coordinate import coordinate
-from fedhassle.federation.server.host import pem
 from fedhassle.federation.setup.admission import admitted
 
 app = ServerApp()

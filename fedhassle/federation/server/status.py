@@ -14,7 +14,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation.agreement import agreement_hash, read_agreement
 from fedhassle.federation.audit_log import Event
 from fedhassle.federation.flower.logs import last_warnings
-from fedhassle.federation.server import host
+from fedhassle.federation.server import calls, host
 from fedhassle.federation.server.audit import COUNTED, Audit
 from fedhassle.federation.setup.admission import admitted
 from fedhassle.federation.setup.folder import FederationFolder
@@ -62,19 +62,19 @@ class Status(NamedTuple):
     agreed: str  # the hash of the agreement
     up: bool  # the server answers
     sites: list[SiteStatus]
-    runs: list[host.StartedRun]  # the latest first
+    runs: list[calls.StartedRun]  # the latest first
     run: RunStatus | None  # the latest
     warnings: list[str]  # of the server's log, the latest last
 
 
 def read_status(folder: FederationFolder) -> Status:
     """Reads the status of the server of a federation, which may be down."""
-    agreement, link = read_agreement(folder.agreement), host.link_of(folder)
+    agreement, link = read_agreement(folder.agreement), calls.link_of(folder)
     sites = admitted(folder.path)
     try:
-        online, runs, up = host.online_sites(link, sites), host.runs(link)[:FEW], True
+        online, runs, up = host.online_sites(link, sites), calls.runs(link)[:FEW], True
     except UserError:
-        online, runs, up = set[str](), list[host.StartedRun](), False
+        online, runs, up = set[str](), list[calls.StartedRun](), False
     found = None
     events, merged = list[Event](), Counter[str]()
     if runs:
@@ -93,7 +93,7 @@ def read_status(folder: FederationFolder) -> Status:
     return Status(time.time(), *about, up, known, runs, found, warnings)
 
 
-def run_status(run: host.StartedRun, events: Sequence[Event]) -> RunStatus:
+def run_status(run: calls.StartedRun, events: Sequence[Event]) -> RunStatus:
     """The progress of a run, by the files in its folder."""
     folder = Folder(Path(run.folder))
     lines = list(json_lines(folder.metrics)) if folder.metrics.exists() else []
