@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhassle import terminal
+from fedhassle.cli.federation_report import report
 from fedhassle.cli.federation_setup import FOLDER, AgreementHash, Coordinators, SiteImages, require_flower
 from fedhassle.cli.options import Labels
 from fedhassle.cli.train import show_result
@@ -147,6 +148,7 @@ def run(
     except UserError as error:
         raise UserError(f"{error}\nto continue: {again}") from error
     show_result(path)
+    report(path)
 
 
 def check_place(place: Folder, path: Path) -> None:

@@ -140,6 +140,7 @@ def take_home(run: Path, out: Path) -> None:
         ("who took part", run / "audit.jsonl"),
         ("the model", run / "best.safetensors"),
         ("its card", run / "model.md"),
+        ("each site", run / "report.html"),
         ("predictions", csv),
         ("the federation", out / "coordinator"),
         ("a site", out / "north"),

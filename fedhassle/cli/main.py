@@ -20,6 +20,7 @@ from fedhassle.cli import (
     data,
     federation,
     federation_demo,
+    federation_report,
     federation_server,
     federation_setup,
     methods,
@@ -102,6 +103,7 @@ app.add_typer(federation_app, name="federation")
 for part in (
     *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),
     *(federation_server.server, federation.node, federation.run, federation.status, federation_demo.demo),
+    federation_report.report,
 ):
     federation_app.command(cls=PlainCommand)(part)
 federation_app.command("next-labels", cls=PlainCommand)(next_labels.next_labels)

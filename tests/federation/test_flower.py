@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import ssl
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ import small
 import tomli_w
 import torch
 from PIL import Image
+from small import call
 from tunnel import Tunnel
 
 import fedhassle
@@ -77,11 +80,15 @@ DATA = DataTerms(
 )
 
 
-def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, required=(), **more):
+def agreement(address, rounds=3, every=3, minimum=2, timeout=LIMIT, required=(), bounds=None, **more):
     method = {"name": "hassle", "epochs": 1, "batch": 8, "residual_steps": 2}
     run = {"rounds": rounds, "evaluate_every": every, "seed": 5, "net": "lenet", "method": method} | more
     return Agreement(
-        "loopback", address, DATA, run, Rules(minimum, timeout, LIMIT, required, largest_share=1.0)
+        "loopback",
+        address,
+        DATA,
+        run,
+        Rules(minimum, timeout, LIMIT, required, **{"largest_share": 1.0} | (bounds or {})),
     )
 
 
@@ -150,6 +157,8 @@ class Deployment:
 
     def ensure_nodes(self):
         for name in SITES:
+            if name not in admitted(self.files.path):
+                continue
             if name not in self.nodes or self.nodes[name].poll() is not None:
                 self.nodes[name] = self.start_node(name)
 
@@ -325,6 +334,25 @@ def see_site_log(deployment):
     assert all(bool(e["arrays"]) == (e["event"] == "answered") for e in mine if e["kind"] == "train")
     size = sum(4 * n for n in mine[0]["arrays"].values())
     assert size < mine[0]["sent_bytes"] < size + 1000
+
+
+def test_rounds_that_spoil_the_model_are_undone(deployment):
+    """Poison that no bound stops, in round 4 of 6: the model of round 2 stays, and rounds 5 and 6 improve it.
+
+    The rogue's own evaluation does not count, so one site with forty images decides.
+    """
+    deployment.orders({"4": "opposite", "evaluate": "billions"})
+    bounds = {"clip_above": 0.0, "refuse_above": 0.0, "worst_drop": 0.1}
+    deployment.submit("undone", rounds=6, every=2, minimum=3, bounds=bounds)
+    deployment.finish("undone")
+    (event,) = deployment.events("undone", "undone")
+    before, spoilt, after = small.metrics_of(deployment.folder / "undone")
+    assert (event["round"], event["to"]) == (4, 2) and event["accuracy"] == spoilt["undone"]
+    assert spoilt["accuracy"] == before["accuracy"] and spoilt["sites"] == before["sites"]
+    assert before["accuracy"]["EM"] - spoilt["undone"]["EM"] > 0.1
+    assert after["accuracy"]["EM"] >= before["accuracy"]["EM"] and "undone" not in after
+    assert "round 4 is undone: EM is" in (deployment.folder / "undone" / "log.txt").read_text("utf-8")
+    assert fedhassle.load(deployment.folder / "undone").about["round"] in (2, 6)
 
 
 def test_a_node_killed_in_mid_round_costs_the_round_that_node_only(deployment):
@@ -544,3 +572,34 @@ def test_a_site_expelled_in_mid_round_is_out(deployment):
     assert {node.name for node in registered(link)} == set(SITES) - {ROGUE}
     with pytest.raises(UserError, match="already in use"):
         register(link, "another", key)
+
+
+def test_a_node_that_starts_before_its_server_waits_and_needs_no_labels(deployment):
+    """Its images lie in nested folders that stand for no class; the commands are those of a new site."""
+    deployment.server.close()
+    deployment.link.wait()
+    images = deployment.folder / "wards"
+    with np.load(deployment.folder / f"{LATE}.npz") as file:
+        for k, image in enumerate(file["x"][..., 0]):
+            (images / "2024" / f"ward-{k % 3}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(images / "2024" / f"ward-{k % 3}" / f"{k:02}.png")
+    place = deployment.folder / "wards.site"
+    place.mkdir()
+    for file in (deployment.files.agreement, deployment.files.ca):
+        shutil.copy(file, place)
+    words = ("--data", images, "--labels", "none")
+    code, out, err = call("federation", "join", place, "--name", "wards", *words)
+    assert (code, err) == (0, "") and "tell the coordinator over the telephone: 40 images" in out
+    said = deployment.folder / "wards.out"
+    command = [sys.executable, "-m", "fedhassle", "federation", "node", "--federation", place, *words]
+    node = deployment.stack.enter_context(processes.running([str(word) for word in command], None, said))
+    processes.wait_for(lambda: "waiting for the server" in said.read_text(), node, said, LIMIT, "the node")
+    where = ("--federation", deployment.files.path)
+    assert call("federation", "admit", "wards", place / "wards.pub", "--images", 40, *where)[0] == 0
+    deployment.start_link()
+    deployment.submit("wards", rounds=2, every=2, minimum=3, required=("wards",))
+    deployment.finish("wards")
+    (joined,) = (event for event in deployment.events("wards", "joined") if event["site"] == "wards")
+    assert [joined[key] for key in ("labelled", "unlabelled", "validation")] == [0, 40, 0]
+    assert all("wards" in event["contributed"] for event in deployment.events("wards", "round"))
+    assert "wards joins loopback at" in said.read_text()

@@ -53,6 +53,8 @@ def train(self, payload):
         return Payload(answer.words, {k: v * np.float32(1000) for k, v in answer.arrays.items()})
     if what == "fifteenfold":
         return Payload(answer.words, {k: v * np.float32(15) for k, v in answer.arrays.items()})
+    if what == "opposite":  # small enough for bounds that are off
+        return Payload(answer.words, {k: v * np.float32(-20) for k, v in answer.arrays.items()})
     if what == "shapes":
         return Payload(answer.words, {k: v[:-1] for k, v in answer.arrays.items()})
     return answer
