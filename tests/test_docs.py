@@ -162,10 +162,34 @@ def write_sites(folder):
     np.savez(folder / "east.npz", x=pixels[24:], y=np.full(12, -1))
 
 
+def test_an_experiment_of_ones_own_runs_and_gives_its_report(tmp_path, monkeypatch):
+    """The first experiment of docs/reproduce.md with the method of docs/method.md, in shorter runs."""
+    monkeypatch.chdir(tmp_path)
+    method = next(source for _, module, source in EXAMPLES if module == "my_fedprox")
+    (tmp_path / "my_fedprox.py").write_text(method, "utf-8")
+    page = PAGES["reproduce.md"].partition("## Your own experiment")[2]
+    source, shown = (
+        re.findall(rf"^```{k}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0] for k in ("toml", "bash")
+    )
+    source = source.replace(
+        "rounds = 20, method.epochs = 5", "rounds = 1, method.epochs = 1, clients_per_round = 2"
+    )
+    (tmp_path / "mine.toml").write_text(source, "utf-8")
+    for line in shown.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        code, out, err = small.call(*words)
+        assert (program, code, err) == ("fedhassle", 0, ""), line
+        if words[0] == "reproduce":
+            assert "8 runs to make" in out and "my FedProx" in out and "paper" not in out
+    text = (tmp_path / "mine.html").read_text("utf-8")
+    assert "Does a proximal term help?" in text and "Accuracy by class" in text and "labels right" not in text
+    assert "my FedProx" in (tmp_path / "mine.tex").read_text("utf-8")
+
+
 def test_the_example_experiment_is_valid(tmp_path):
     """GRA × MPA with three seeds: twelve different runs."""
     text = PAGES["reproduce.md"]
-    (source,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    _, source = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.toml").write_text(source, "utf-8")
     made = cells(read_experiment(str(tmp_path / "mine.toml")))
     assert len({cell.identity.key for cell in made}) == len(made) == 12

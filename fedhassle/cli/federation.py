@@ -50,7 +50,7 @@ def node(
     device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads for training on a CPU.")] = 1,
 ) -> None:
-    """Take part in a federation with this site's images until Ctrl-C.
+    """Take part in a federation with this site's images.
 
     Checks versions, agreement, method, key, server, clock and data first. The node opens no port. Images stay
     here; what a method keeps between rounds is stored in the folder of the federation.
@@ -223,7 +223,7 @@ def follow_run(
 
 
 def status(folder: Coordinators = FOLDER) -> None:
-    """Show the admitted sites, which are connected, and the latest runs."""
+    """Show the sites, which are connected, and the latest runs."""
     require_flower()
     from fedhassle.federation.server.status import read_status
     from fedhassle.federation.setup.folder import federation_folder

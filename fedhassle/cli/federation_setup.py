@@ -254,7 +254,7 @@ def admit(
         ),
     ] = None,
 ) -> None:
-    """Admit a site by its public key, or change the name or the number of images of an admitted one."""
+    """Admit a site by its public key, or update an admitted one."""
     require_flower()
     from fedhassle.federation.setup.admission import admit_site
     from fedhassle.federation.setup.folder import checked_name, federation_folder, is_name

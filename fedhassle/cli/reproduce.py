@@ -39,8 +39,11 @@ Only = Annotated[
     typer.Option(help="Only these cells, by parts of their names: cifar10-10% or 5%,20% (default: all)."),
 ]
 Methods = Annotated[str | None, typer.Option(help="Only these methods: hassle,fedavg (default: all).")]
-Seeds = Annotated[int | None, typer.Option(help="Number of seeds (default: 3).")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds (default: 200); other values are separate runs.")]
+Seeds = Annotated[int | None, typer.Option(help="Number of seeds (default: the experiment's, usually 3).")]
+Rounds = Annotated[
+    int | None,
+    typer.Option(help="Rounds (default: the experiment's, usually 200); other values are separate runs."),
+]
 
 
 def reproduce(
@@ -69,9 +72,10 @@ def reproduce(
     data_dir: DataDir = None,
     device: Device = None,
 ) -> None:
-    """Make the paper's tables and figures; list them without a NAME.
+    """Make the paper's tables and figures, or your own experiments.
 
-    Finished runs are never repeated, interrupted runs continue, and several processes can share a ledger.
+    Without a NAME the command lists them. Finished runs are never repeated, interrupted runs continue, and
+    several processes can share a ledger.
     """
     seconds = None if budget is None else seconds_of(budget)
     named, changes = names_and_changes(names, rounds)
@@ -106,11 +110,11 @@ def report(
     rounds: Rounds = None,
     results: Results = Path("results"),
 ) -> None:
-    """Write a report of the paper's tables and figures.
+    """Write a report of the paper's tables and figures, or of your own.
 
-    It shows the finished runs beside the paper's figures. The HTML page works offline; Markdown, CSV and
-    LaTeX hold the tables. In a Markdown file that you wrote, only the text between <!-- NAME --> and
-    <!-- /NAME --> is replaced.
+    It shows the finished runs, beside the paper's figures if there are any. The HTML page works offline;
+    Markdown, CSV and LaTeX hold the tables. In a Markdown file that you wrote, only the text between
+    <!-- NAME --> and <!-- /NAME --> is replaced.
     """
     from fedhassle.reproduce.experiment import Selection, experiments, read_experiment, select
     from fedhassle.reproduce.ledger import Ledger

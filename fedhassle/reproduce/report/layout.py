@@ -120,6 +120,7 @@ class DiagnosticsTable(NamedTuple):
     headings: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Spread | None, ...]], ...]  # with the name of the result's cells
     too_many: int  # classes that are left out, since a table has no room for so many
+    labels: bool  # it has columns for pseudo-labels
 
 
 def diagnostics_tables(section: Section) -> list[DiagnosticsTable]:
@@ -132,15 +133,19 @@ def diagnostics_tables(section: Section) -> list[DiagnosticsTable]:
 
 
 def diagnostics_table(classes: tuple[str, ...], results: Sequence[CellResult]) -> DiagnosticsTable:
-    """A table of diagnostics: columns for pseudo-labels, and one for each class if there are not too many."""
+    """A table of diagnostics: columns for pseudo-labels, if a method gives any, and one for each class.
+
+    Classes are left out if they are too many.
+    """
     shown = classes if len(classes) <= MOST_NAMES else ()
+    labels = any(one.diagnostics.samples_labelled or one.diagnostics.labels_right for one in results)
     rows = []
     for one in results:
         found = one.diagnostics
-        values = (found.labels_right, found.samples_labelled, *(found.by_class[name] for name in shown))
-        rows.append((one.name, values))
-    headings = ("labels right", "samples labelled", *shown)
-    return DiagnosticsTable(headings, tuple(rows), len(classes) - len(shown))
+        of_labels = (found.labels_right, found.samples_labelled) if labels else ()
+        rows.append((one.name, (*of_labels, *(found.by_class[name] for name in shown))))
+    headings = (*(("labels right", "samples labelled") if labels else ()), *shown)
+    return DiagnosticsTable(headings, tuple(rows), len(classes) - len(shown), labels)
 
 
 def picked(result: CellResult, axes: Sequence[int]) -> Combination:
