@@ -52,8 +52,8 @@ def node(
 ) -> None:
     """Take part in a federation with this site's images.
 
-    Checks versions, agreement, method, key, server, clock and data first. The node opens no port. Images stay
-    here; what a method keeps between rounds is stored in the folder of the federation.
+    Ends with Ctrl-C. Checks versions, agreement, method, key, server, clock and data first. The node opens no
+    port. Images stay here; what a method keeps between rounds is stored in the folder of the federation.
     """
     require_flower()
     from fedhassle.federation.agreement import parsed_address, read_agreement
@@ -223,7 +223,10 @@ def follow_run(
 
 
 def status(folder: Coordinators = FOLDER) -> None:
-    """Show the sites, which are connected, and the latest runs."""
+    """Show the sites, which are connected, and the latest runs.
+
+    The last lines say what the server had to deal with lately.
+    """
     require_flower()
     from fedhassle.federation.server.status import read_status
     from fedhassle.federation.setup.folder import federation_folder
@@ -238,7 +241,8 @@ def status(folder: Coordinators = FOLDER) -> None:
     if not found.sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
     if not found.up:
-        say("the server is not running: start it with fedhassle federation server")
+        again = shlex.join(["fedhassle", "federation", "server", str(folder)])
+        say(f"the server is not running: start it with {again}")
         return
     for one in found.runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")

@@ -23,9 +23,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a page with each site's figures: images, patients, accuracy, recalls, calibration.
+    """Write a page with the figures of each site.
 
-    The run may be in progress. `run` writes the same page at its end. The page works offline.
+    It has images, patients, accuracy with intervals, recalls and calibration. The run may be in progress;
+    `run` writes the same page at its end. The page works offline.
     """
     require_flower()
     from fedhassle.federation.report import REPORT, write_report

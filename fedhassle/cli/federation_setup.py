@@ -254,7 +254,10 @@ def admit(
         ),
     ] = None,
 ) -> None:
-    """Admit a site by its public key, or update an admitted one."""
+    """Admit a site by its public key, or update an admitted one.
+
+    An admitted site gets another name or number of images in the same way; it keeps its key.
+    """
     require_flower()
     from fedhassle.federation.setup.admission import admit_site
     from fedhassle.federation.setup.folder import checked_name, federation_folder, is_name
