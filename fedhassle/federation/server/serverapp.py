@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -22,12 +22,18 @@ from fedhassle.federation.setup.admission import admitted
 app = ServerApp()
 
 
-def admissions(folder: Path) -> dict[bytes, Admission]:
-    """The current admissions by key; none while the record cannot be read."""
-    try:
-        return {pem(site.key): Admission(name, site.images) for name, site in admitted(folder).items()}
-    except UserError:
-        return {}
+class Admissions:
+    """The current admissions by key; while the record cannot be read, the last ones that were."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.known = folder, dict[bytes, Admission]()
+
+    def __call__(self) -> dict[bytes, Admission]:
+        """Reads the record."""
+        with suppress(UserError):
+            sites = admitted(self.folder)
+            self.known = {pem(site.key): Admission(name, site.images) for name, site in sites.items()}
+        return self.known
 
 
 @app.main()
@@ -38,6 +44,6 @@ def main(grid: Grid, context: Context) -> None:
     end_with(os.getppid())  # otherwise it would keep its folder locked after the server has ended
     log_to_output(also=("flwr",))
     patch_server()
-    transport = FlowerTransport(grid, partial(admissions, Path(file).parent))
+    transport = FlowerTransport(grid, Admissions(Path(file).parent))
     for _ in coordinate(transport, agreement, Path(folder), Path(test) if test else None):
         pass
