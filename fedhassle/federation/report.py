@@ -83,16 +83,15 @@ def read_report(path: Path) -> RunReport:
     created = next(event for event in audit.read() if event["event"] == "created")
     best = best_so_far(folder)
     finished = folder.summary.exists()
-    headline = headline_in(folder, lines[-1]["accuracy"])
+    headline = headline_in(folder, lines[-1]["accuracy"], best)
     return RunReport(created["federation"], headline, rounds_of(folder), finished, lines, sites, best)
 
 
-def headline_in(folder: Folder, accuracy: Mapping[str, float]) -> str:
+def headline_in(folder: Folder, accuracy: Mapping[str, float], best: BestRound | None) -> str:
     """The main prediction of a run: as its summary or its best model names it, or the first."""
     if folder.summary.exists():
         return str(read_summary(folder.summary)["headline"])
-    named = read_arrays(folder.best)[1].get("headline") if folder.best.exists() else None
-    return str(named) if named in accuracy else next(iter(accuracy))
+    return next(iter(accuracy)) if best is None else str(read_arrays(folder.best)[1]["headline"])
 
 
 def write_report(path: Path, out: Path) -> None:
@@ -108,7 +107,7 @@ def report_page(report: RunReport) -> str:
         "report",
         report=report,
         intervals=interval_picture(report),
-        curves=draw_lines(chart) if len(report.lines) > 1 else None,
+        curves=draw_lines(chart) if chart.series and len(report.lines) > 1 else None,
         curves_caption=caption(chart),
         percent=percent,
         limits=limits,

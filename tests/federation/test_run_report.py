@@ -9,7 +9,7 @@ from federations import Flying, network, terms
 from small import call, metrics_of
 
 from fedhassle.federation.messages import Payload
-from fedhassle.federation.report import accuracy_by_round, read_report
+from fedhassle.federation.report import accuracy_by_round, read_report, report_page
 from fedhassle.federation.server.coordinate import coordinate
 
 EVIL = "<script>alert(1)</script> & co"
@@ -87,6 +87,16 @@ def test_a_run_in_progress_has_a_report_too(steps):
     text = (steps / "first.html").read_text("utf-8")
     assert "Round 1 of 2, not finished" in text and rows(text)["client 1"][0][0] == "500"
     assert 'id="rounds"' not in text  # a curve needs two evaluations
+
+
+def test_sites_that_do_not_evaluate_have_no_figures(steps):
+    """As with `validation = 0.0` and test images at the coordinator."""
+    report = read_report(steps / "run")
+    silent = [site._replace(figures={}) for site in report.sites]
+    lines = [{key: value for key, value in line.items() if key != "sites"} for line in report.lines]
+    text = report_page(report._replace(sites=silent, lines=lines, best=None))
+    assert "No site evaluates" in text and "<svg" not in text and "mean confidence" not in text
+    assert rows(text)["client 1"][0][3] == "–" and "The best model" not in text
 
 
 def test_of_many_sites_the_curves_are_of_the_lowest(steps):
