@@ -56,7 +56,18 @@ def reproduce(
         str | None,
         typer.Option(help="Stop after this time: 20m, 1h30m (default: never). Run again to continue."),
     ] = None,
-    together: Annotated[int | None, typer.Option(min=1, help="Runs at once on a GPU (default: 3).")] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at once on a GPU (default: 3 threads, or a process per core)."),
+    ] = None,
+    processes: Annotated[
+        bool | None,
+        typer.Option(
+            "--processes/--threads",
+            help="On a GPU, each run in a process of its own, with Ray and NVIDIA's MPS, or all in one "
+            "(default: processes if the networks are small and both are installed).",
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +100,17 @@ def reproduce(
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
     if named:
-        make(chosen, selection, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
+        make(
+            chosen,
+            selection,
+            ledger,
+            console,
+            together=together,
+            processes=processes,
+            runs=runs,
+            budget=seconds,
+            ray=ray,
+        )
     else:
         show_list(chosen, selection, ledger, console)
 
@@ -189,6 +210,7 @@ def make(
     console: Console,
     *,
     together: int | None,
+    processes: bool | None,
     runs: Path | None,
     budget: float | None,
     ray: str | None,
