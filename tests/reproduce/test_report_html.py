@@ -347,7 +347,8 @@ def test_nan_accuracies_are_not_an_error(tmp_path):
     """Of one seed of two, and of the only one."""
     table, gamma = by_key("table1"), next(iter(by_key("gamma").values()))
     for cell, score in (("fedavg-0", 0.6), ("fedavg-1", math.nan), ("hassle-0", math.nan)):
-        ledgers.put(tmp_path, ledgers.summary(table[f"cifar10-10%-{cell}"], {"model": score}))
+        scores = ledgers.hassle(score) if cell == "hassle-0" else {"model": score}
+        ledgers.put(tmp_path, ledgers.summary(table[f"cifar10-10%-{cell}"], scores))
     ledgers.put(tmp_path, ledgers.summary(gamma, ledgers.hassle(math.nan)))
     text = page(made(tmp_path, "table1", "gamma"))
     assert not re.search(r'\b(d|points|c?[xy][12]?|height)="[^"]*nan', text)
