@@ -8,43 +8,22 @@ they are to give pseudo-labels (`teacher=average`): then they are sent to client
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from fedhassle.method import MEAN_OF, Client, Method, Part, Phase, Update
+from fedhassle.method import MEAN_OF, Client, Update
 from fedhassle.nets import Net
 from fedhassle.vectors import Arrays, running_mean
+from fedhassle.wrapped import Wrapped
 
 AVERAGED = " averaged"  # behind the name of a prediction by running means
 
 
 @dataclass(frozen=True)
-class Averaged(Method):
+class Averaged(Wrapped):
     """A method whose server keeps a running mean of each model that predicts, and predicts with both."""
-
-    method: Method | None = None  # never None: a field behind fields with defaults needs one
-
-    def __post_init__(self) -> None:
-        pass  # the method has checked its settings
-
-    @classmethod
-    def of(cls, method: Method) -> Self:
-        """Returns the method with running means by its own setting `average`."""
-        return cls(**{field.name: getattr(method, field.name) for field in fields(Method)}, method=method)
-
-    @property
-    def inner(self) -> Method:
-        """The method that trains."""
-        assert self.method is not None
-        return self.method
-
-    @property
-    def headline(self) -> str:  # type: ignore[override] # a class has it as a variable
-        """The method's own headline: predictions by means are reported beside it."""
-        return self.inner.headline
 
     @property
     def modes(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -52,33 +31,10 @@ class Averaged(Method):
         plain = self.inner.modes or {self.headline: "the merged model"}
         return {**plain, **{name + AVERAGED: f"{text}, mean over rounds" for name, text in plain.items()}}
 
-    @property
-    def teachers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The method's models that give pseudo-labels."""
-        return self.inner.teachers
-
-    @property
-    def pooled(self) -> tuple[Part, ...]:  # type: ignore[override]
-        """The parts of the data that lie in one place for the method."""
-        return self.inner.pooled
-
-    def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """The method as its run has it."""
-        known = super().for_run(rounds, clients, drawn)
-        return replace(known, method=self.inner.for_run(rounds, clients, drawn))
-
     def networks(self) -> dict[str, Net]:
         """The method's networks, and the means that are sent."""
         known = self.inner.networks()
         return known | {MEAN_OF + name: known[name] for name in self.teachers if self.teacher}
-
-    def initial(self, seed: int) -> Arrays:
-        """The method's state: there is no mean before round 1."""
-        return self.inner.initial(seed)
-
-    def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """The method's phases."""
-        return self.inner.phases(client, t)
 
     def message(self, state: Arrays, client: Client, t: int) -> Arrays:
         """The method's message; with `teacher`, also the means of the models that give pseudo-labels."""
@@ -88,14 +44,6 @@ class Averaged(Method):
         means = [MEAN_OF + name for name in self.teachers if name in sent]
         return sent | {name: state[name] for name in means if name in state}
 
-    def memory(self, client: Client, message: Arrays) -> Arrays:
-        """The arrays that a client of the method keeps."""
-        return self.inner.memory(client, message)
-
-    def counts(self, update: Update) -> Mapping[str, int]:
-        """The method's weights."""
-        return self.inner.counts(update)
-
     def merge(self, state: Arrays, updates: Sequence[Update], t: int, rng: np.random.Generator) -> Arrays:
         """Merges as the method does, and moves the running means."""
         return self.with_means(state, self.inner.merge(plain(state), updates, t, rng), t)
@@ -103,10 +51,6 @@ class Averaged(Method):
     def next_state(self, state: Arrays, means: Arrays, t: int) -> Arrays:
         """The method's next state, and the running means."""
         return self.with_means(state, self.inner.next_state(plain(state), means, t), t)
-
-    def merges_means(self) -> bool:
-        """True if the method's own merge needs only the means of its updates."""
-        return self.inner.merges_means()
 
     def with_means(self, state: Arrays, merged: Arrays, t: int) -> Arrays:
         """Returns m ← a·m + (1 − a)·w for each model w that predicts; a = min(average, 1 − 1/t)."""
@@ -131,14 +75,6 @@ class Averaged(Method):
         averaged = {k.removesuffix(AVERAGED): v for k, v in scores.items() if k.endswith(AVERAGED)}
         found = self.inner.report({k: v for k, v in scores.items() if not k.endswith(AVERAGED)})
         return found | {name + AVERAGED: score for name, score in self.inner.report(averaged).items()}
-
-    def own_prediction(self, client: str) -> str | None:
-        """The method's own, by the merged model."""
-        return self.inner.own_prediction(client)
-
-    def unsent(self) -> float:
-        """The method's threshold."""
-        return self.inner.unsent()
 
 
 def plain(state: Arrays) -> Arrays:

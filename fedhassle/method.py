@@ -121,6 +121,7 @@ class Stream:
     logits: Callable[[Models, Tensor], Tensor] | None = None  # (received, x) -> z (n, M)
     labels: Callable[[Tensor], Tensor] = hard_labels  # z (n, M) of all samples -> y (n,), −1 = no label
     online: bool = False
+    anew: bool = False  # each batch starts a new order of all samples, in place of passes over them
 
     def __post_init__(self) -> None:
         parts = get_args(Part)

@@ -226,6 +226,11 @@ class Net:
                 flat[: piece.size].clamp_(min=LEAST_VARIANCE)
         return found
 
+    def cleared(self, weights: Tensor) -> Tensor:
+        """The weights with zeros in their padding."""
+        flats = zip(self._weight_pieces, torch.split(weights, self.weight_sizes), strict=True)
+        return torch.cat([F.pad(flat[: piece.size], (0, piece.room - piece.size)) for piece, flat in flats])
+
     def __reduce__(self) -> tuple[type[Net], tuple[Callable[..., nn.Module], Shape, int, float]]:
         """Travels to another process as its four arguments."""
         return Net, (self.build, self.shape, self.classes, self.width)

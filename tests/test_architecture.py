@@ -13,7 +13,7 @@ STOREYS = [  # from the ground up; a module imports what lies below it, or besid
     {"blocks", "errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
     {"data"},
     {"vectors", "robust", "architectures", "layers", "dropout", "nets", "losses", "optimiser", "method"}
-    | {"averaging", "privacy"},
+    | {"averaging", "wrapped"},
     {"methods", "engine"},
     {"settings"},
     {"runs"},

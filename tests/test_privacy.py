@@ -8,21 +8,17 @@ import pytest
 import small
 import torch
 
+from fedhassle.engine.privacy.account import ORDERS, accountant, noise_for, rounds_within, spent
+from fedhassle.engine.privacy.by_site import (
+    Privacy,
+    clipped_updates,
+    expected_counts,
+    private_means,
+    secret_normals,
+)
 from fedhassle.engine.rounds import Plan, Reply, federate, select
 from fedhassle.method import Client, Update
 from fedhassle.methods import FedAvg, Hassle
-from fedhassle.privacy import (
-    ORDERS,
-    Privacy,
-    accountant,
-    clipped_updates,
-    expected_counts,
-    noise_for,
-    private_means,
-    rounds_within,
-    secret_normals,
-    spent,
-)
 from fedhassle.randomness import generator
 from fedhassle.robust import clipped_jointly, joint_norm
 from fedhassle.settings.build import expected_hash

@@ -7,7 +7,7 @@ can capture and replay it. Nothing here depends on a particular method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -311,8 +311,9 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
     samples = job.site.samples
     steps = job.steps
     rows = samples.rows(stream.part)
-    walk = epochs_walk if job.phase.epochs and stream is job.phase.streams[0] else endless_walk
-    order = to_device(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
+    order = to_device(
+        walk_of(job.phase, stream)(len(rows), stream.batch, steps, rng), rows.device
+    )  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
     given = job.labels.get(stream) if stream.logits or stream.part == "unlabelled" else samples.y
     unknown = torch.full_like(rows, -1)
@@ -323,6 +324,18 @@ def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
         truth=true[order],
         uniforms=tuple(to_device(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
     )
+
+
+def walk_of(phase: Phase, stream: Stream) -> Callable[[int, int, int, np.random.Generator], np.ndarray]:
+    """The kind of walk that a stream of a phase makes."""
+    if stream.anew:
+        return anew_walk
+    return epochs_walk if phase.epochs and stream is phase.streams[0] else endless_walk
+
+
+def anew_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices (steps, B), each row the start of an order of its own; of fewer than B samples repeated."""
+    return np.stack([np.resize(rng.permutation(n), batch) for _ in range(steps)])
 
 
 def epochs_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np.ndarray:

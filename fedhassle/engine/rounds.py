@@ -9,9 +9,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fedhassle.data.split.layout import Kind
+from fedhassle.engine.privacy.by_sample import SamplePrivacy
+from fedhassle.engine.privacy.by_site import (
+    Privacy,
+    clipped_updates,
+    drawn_by_chance,
+    expected_counts,
+    private_means,
+)
 from fedhassle.errors import DivergedError
 from fedhassle.method import Client, Method, Update, average
-from fedhassle.privacy import Privacy, clipped_updates, drawn_by_chance, expected_counts, private_means
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
 
@@ -89,7 +96,7 @@ class Plan(NamedTuple):
     rounds: int = 200  # T
     clients_per_round: int = 8  # C
     seed: int = 0
-    privacy: Privacy | None = None
+    privacy: Privacy | SamplePrivacy | None = None
     required: Required = NOBODY
 
 
@@ -160,7 +167,7 @@ def merged(
 ) -> Arrays:
     """The state after round t: the method's own merge, or clipped updates and noise."""
     privacy, rng = plan.privacy, generator(plan.seed, t, "server")
-    if privacy is None:
+    if privacy is None or isinstance(privacy, SamplePrivacy):  # the latter's updates are private already
         return method.merge(state, updates, t, rng)
     if not privacy.noise:
         return method.merge(state, clipped_updates(updates, state, privacy.clip), t, rng)

@@ -6,15 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from fedhassle.averaging import Averaged
 from fedhassle.data.dataset import Dataset, default_net
 from fedhassle.engine.device import Engine
+from fedhassle.engine.privacy.by_site import Privacy, require_means
 from fedhassle.engine.rounds import Required
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.method import Method
-from fedhassle.privacy import Privacy, require_means
 from fedhassle.runs.folder import Folder
 from fedhassle.settings.build import (
     build_engine,
@@ -26,6 +25,7 @@ from fedhassle.settings.build import (
 )
 from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
+from fedhassle.wrapped import unwrapped
 
 ENTRY = 4  # bytes of a number in a message
 MARGIN = 1_000_000  # bytes of an answer beside its vectors
@@ -136,7 +136,7 @@ def headline_of(settings: Settings) -> str:
 
 def with_settings_of(method: Method, settings: Settings) -> Settings:
     """The settings with the values that the built method has, so that none is left open."""
-    of = method.inner if isinstance(method, Averaged) else method
+    of = unwrapped(method)
     values = {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.name != "net"}
     return settings.model_copy(update={"method": MethodSettings(name=settings.method.name, **values)})
 

@@ -42,7 +42,7 @@ def about_privacy(run: Run) -> Metrics:
         "privacy": {
             EPSILON: privacy.epsilon(run.rounds),
             "delta": privacy.delta,
-            "unit": "site",
+            "unit": privacy.unit,
             "noise": privacy.noise,
             "clip": privacy.clip,
             "rate": privacy.rate,

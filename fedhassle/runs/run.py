@@ -11,17 +11,18 @@ from weakref import WeakValueDictionary
 import tomli_w
 import torch
 
-from fedhassle.averaging import Averaged
 from fedhassle.data.dataset import Dataset
-from fedhassle.data.split.split import Split
+from fedhassle.data.split.split import Split, pooled
 from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
-from fedhassle.engine.rounds import NOBODY, Plan, Required
+from fedhassle.engine.privacy.by_sample import BySample, SamplePrivacy, walks_of
+from fedhassle.engine.privacy.by_site import Privacy, require_means
+from fedhassle.engine.privacy.separable import require_separable
+from fedhassle.engine.rounds import NOBODY, Plan, Required, select
 from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.method import Method
 from fedhassle.names import SESSION, some_of
-from fedhassle.privacy import Privacy, require_means
 from fedhassle.provenance import hardware, machine
 from fedhassle.runs.folder import (
     Folder,
@@ -39,6 +40,7 @@ from fedhassle.settings.build import (
     build_metrics,
     build_net,
     build_privacy,
+    build_sample_privacy,
     build_split,
     expected_hash,
     own_code_of,
@@ -53,6 +55,7 @@ from fedhassle.settings.schema import (
     resolve,
     resolved_device,
 )
+from fedhassle.wrapped import unwrapped
 
 Load = Callable[[Settings], Dataset]
 """A function that loads the images of a run."""
@@ -67,7 +70,7 @@ class Run:
     dataset: Dataset
     split: Split
     method: Method
-    privacy: Privacy | None = None
+    privacy: Privacy | SamplePrivacy | None = None
     required: Required = NOBODY
 
     @property
@@ -170,9 +173,7 @@ def prepare(folder: Folder, request: Request, load: Load = build_dataset) -> Run
     dataset = load(settings)
     build_metrics(settings)  # raises if one cannot be imported
     split = Split.load(folder.split) if folder.split.exists() else build_split(settings, dataset)
-    method, privacy = method_for_run(settings, dataset, split), privacy_for_run(settings, split)
-    if privacy is not None:
-        require_means(method, settings.method.name, "[privacy]")
+    method, privacy = protected(settings, method_for_run(settings, dataset, split), split)
     return Run(folder, settings, dataset, split, method, privacy)
 
 
@@ -201,13 +202,39 @@ def method_for_run(settings: Settings, dataset: Dataset, split: Split) -> Method
     if per_round > clients:
         raise UserError(f"clients_per_round={per_round} is more than the {clients} clients of the split")
     method = build_method(settings.method.name, settings.method.settings, build_net(settings, dataset))
-    rounds = rounds_of(settings, privacy_for_run(settings, split))
-    return method.for_run(rounds, clients_of(split), per_round)
+    return method.for_run(rounds_before(settings, split), clients_of(split), per_round)
 
 
-def privacy_for_run(settings: Settings, split: Split) -> Privacy | None:
-    """The privacy of a simulated run."""
-    return build_privacy(settings, len(split.names))
+def rounds_before(settings: Settings, split: Split) -> int:
+    """The rounds that a method is made for: those of the settings, or fewer if a budget ends before.
+
+    An account by sample depends on the method, so such a budget ends a run that was made for all rounds.
+    """
+    if settings.privacy.unit == "sample":
+        return settings.rounds
+    return rounds_of(settings, build_privacy(settings, len(split.names)))
+
+
+def protected(
+    settings: Settings, method: Method, split: Split
+) -> tuple[Method, Privacy | SamplePrivacy | None]:
+    """The method of a simulated run as its privacy has it, and that privacy."""
+    if settings.privacy.unit == "sample":
+        return protected_by_sample(settings, method, split)
+    privacy = build_privacy(settings, len(split.names))
+    if privacy is not None:
+        require_means(method, settings.method.name, "[privacy]")
+    return method, privacy
+
+
+def protected_by_sample(settings: Settings, method: Method, split: Split) -> tuple[BySample, SamplePrivacy]:
+    """The method with private gradients, and the account of its rounds, whose clients are drawn before."""
+    clients = clients_of(pooled(split, method.pooled) if method.pooled else split)
+    require_separable(method, settings.method.name, clients, settings.rounds)
+    plan = Plan(settings.rounds, settings.clients_per_round, settings.seed)
+    drawn = [select(clients, plan, t) for t in range(1, plan.rounds + 1)]
+    privacy = build_sample_privacy(settings, walks_of(method.phases, drawn))
+    return BySample.of(method, mechanism=privacy.mechanism), privacy
 
 
 # Runs that were cut
@@ -260,8 +287,7 @@ def require_extendable(run: Run, before: int) -> None:
 
 def differences(one: Method, other: Method) -> list[tuple[str, Any, Any]]:
     """The settings in which two methods of a class differ: name, and both values."""
-    if isinstance(one, Averaged) and isinstance(other, Averaged):
-        return differences(one.inner, other.inner)
+    one, other = unwrapped(one), unwrapped(other)
     names = [field.name for field in fields(one) if field.name != "net"]
     both = [(name, getattr(one, name), getattr(other, name)) for name in names]
     return [(name, a, b) for name, a, b in both if a != b]

@@ -16,6 +16,7 @@ from fedhassle.engine.cluster import LOCAL, connected
 from fedhassle.engine.cores import on_cores
 from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import check_headline, check_predictions
+from fedhassle.engine.privacy.account import Guarantee
 from fedhassle.engine.ray_federation import RayFederation
 from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
@@ -24,7 +25,6 @@ from fedhassle.errors import UserError
 from fedhassle.files import locked, remove_unfinished, write_json, write_text
 from fedhassle.method import Method
 from fedhassle.names import brief, escaped, some_of
-from fedhassle.privacy import Privacy
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import (
@@ -202,7 +202,7 @@ def train_rounds(
     federation.prune(list(round_files(folder.checkpoints)))  # if the last checkpoint's process was killed
 
 
-def spending(privacy: Privacy | None, t: int) -> Metrics:
+def spending(privacy: Guarantee | None, t: int) -> Metrics:
     """The entry of a line of metrics with ε after round t, if the run has noise."""
     return {EPSILON: privacy.epsilon(t)} if privacy is not None and privacy.noise else {}
 
@@ -213,8 +213,16 @@ def tell_privacy(run: Run) -> None:
     if privacy is None or not privacy.noise:
         return
     log.info(
-        "privacy: noise %.3g, updates clipped to %g; ε = %.3g at δ = %g after %d rounds",
-        *(privacy.noise, privacy.clip, privacy.epsilon(run.rounds), privacy.delta, run.rounds),
+        "privacy by %s: noise %.3g, %s clipped to %g; ε = %.3g at δ = %g after %d rounds",
+        *(
+            privacy.unit,
+            privacy.noise,
+            privacy.protects,
+            privacy.clip,
+            privacy.epsilon(run.rounds),
+            privacy.delta,
+            run.rounds,
+        ),
     )
     if run.rounds < run.settings.rounds:
         log.warning(

@@ -25,12 +25,14 @@ from fedhassle.data.split.split import Split, is_plain
 from fedhassle.data.split.table import ClientRow, table
 from fedhassle.engine.device import Engine
 from fedhassle.engine.metrics import Metric
+from fedhassle.engine.privacy.account import Guarantee, least_noise, noise_for, rounds_within
+from fedhassle.engine.privacy.by_sample import SamplePrivacy, Walk
+from fedhassle.engine.privacy.by_site import Privacy
 from fedhassle.errors import UserError, require
 from fedhassle.files import Stamp, stamp
 from fedhassle.method import Method
 from fedhassle.names import find, some_of
 from fedhassle.nets import NETS, Net, check_image
-from fedhassle.privacy import Privacy, noise_for, rounds_within
 from fedhassle.provenance import own_code
 from fedhassle.settings.request import MACHINE, Request, flat
 from fedhassle.settings.schema import (
@@ -42,6 +44,7 @@ from fedhassle.settings.schema import (
     without_empty,
 )
 
+NO_NOISE = "privacy.delta needs noise: set privacy.epsilon or privacy.noise"
 CLIP, DELTA = 1.0, 1e-5  # defaults of privacy.clip and privacy.delta, if there is noise
 
 
@@ -305,9 +308,13 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
         clients is None or not (chosen.masks or chosen.hide),
         "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
     )
+    require(
+        clients is not None or chosen.unit != "sample",
+        "privacy.unit=sample is for simulations (fedhassle run): without it, noise protects whole sites",
+    )
     require(chosen.masks or not chosen.hide, "privacy.hide needs privacy.masks=true")
     if chosen.epsilon is None and chosen.noise is None:
-        require(chosen.delta is None, "privacy.delta needs noise: set privacy.epsilon or privacy.noise")
+        require(chosen.delta is None, NO_NOISE)
         return None if chosen.clip is None else Privacy(chosen.clip)
     delta = DELTA if chosen.delta is None else chosen.delta
     rate = 1.0 if clients is None else min(1.0, settings.clients_per_round / clients)
@@ -318,7 +325,32 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
     return Privacy(CLIP if chosen.clip is None else chosen.clip, noise, delta, rate, secret=clients is None)
 
 
-def rounds_of(settings: Settings, privacy: Privacy | None) -> int:
+def build_sample_privacy(settings: Settings, walks: tuple[tuple[Walk, ...], ...]) -> SamplePrivacy:
+    """The protection of a simulated run's samples, which are walked over in this way."""
+    chosen = settings.privacy
+    require(
+        not (chosen.masks or chosen.hide),
+        "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
+    )
+    noisy = chosen.epsilon is not None or chosen.noise is not None
+    require(noisy or chosen.delta is None, NO_NOISE)
+    require(
+        noisy or chosen.clip is not None,
+        "privacy.unit=sample needs a budget or noise: set privacy.epsilon or privacy.noise",
+    )
+    clip = CLIP if chosen.clip is None else chosen.clip
+    delta = DELTA if chosen.delta is None else chosen.delta
+    made = SamplePrivacy(clip, chosen.noise or 0.0, delta, walks)
+    if chosen.epsilon is None or chosen.noise is not None:
+        return made
+
+    def spends(noise: float) -> float:
+        return dataclasses.replace(made, noise=noise).epsilon(settings.rounds) or 0.0
+
+    return dataclasses.replace(made, noise=least_noise(chosen.epsilon, spends, settings.rounds))
+
+
+def rounds_of(settings: Settings, privacy: Guarantee | None) -> int:
     """The rounds of a run: all, or as many as its budget allows; refuses a budget too small for one."""
     budget = settings.privacy.epsilon
     if privacy is None or budget is None:

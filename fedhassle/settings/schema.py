@@ -107,10 +107,13 @@ class PrivacySettings(BaseModel):
     """The protection of what a client sends; None: without."""
 
     model_config = STRICT
+    unit: Literal["site", "sample"] | None = None  # whom noise protects; default: site
     epsilon: float | None = Field(default=None, gt=0)  # ε, the budget of a run
     noise: float | None = Field(default=None, gt=0)  # z; default: the least that all rounds need within ε
     delta: float | None = Field(default=None, gt=0, lt=1)  # δ; default: 1e-5
-    clip: float | None = Field(default=None, gt=0)  # C, largest norm of an update; default: 1 with noise
+    clip: float | None = Field(
+        default=None, gt=0
+    )  # C, largest norm of an update or gradient; default: 1 with noise
     masks: bool | None = None  # secure aggregation, in a real federation
     hide: bool | None = None  # with masks: sites hide which models they train, and how many images they have
 

@@ -147,6 +147,11 @@ def scaled(by, plus=0):
     return lambda x: by * x + plus
 
 
+def drawing(size, scale=1.0):
+    """Draws of a step: so many numbers."""
+    return lambda rng: scale * rng.random(size)
+
+
 def defaulting(by):
     """Functions with the same code and other default values."""
     return lambda x, by=by: by * x
@@ -242,10 +247,12 @@ def test_other_steps_have_another_shape():
         ),
         replace(phase, streams=(stream, Stream("unlabelled", 8))),
         *(replace(phase, then=scaled(n)) for n in (1, 2)),
-        *(replace(phase, draw=scaled(n)) for n in (1, 2)),
+        *(replace(phase, draw=drawing(n)) for n in (1, 2)),
         replace(phase, name="other"),
     ]
     assert len({shape_of(job._replace(phase=phase), kept) for phase in phases}) == len(phases)
+    alike = [replace(phase, draw=drawing(2, scale)) for scale in (1.0, 3.0)]  # draws are data
+    assert len({shape_of(job._replace(phase=phase), kept) for phase in alike}) == 1
     longer = replace(phase, epochs=phase.epochs + 1)
     assert shape_of(job._replace(phase=longer), kept) == shape_of(job, kept)
 

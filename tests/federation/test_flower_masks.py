@@ -7,11 +7,11 @@ import small
 import test_flower
 from test_flower import ROGUE, SITES, Deployment, agreement, simulated
 
+from fedhassle.engine.privacy.account import spent
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.masks.contribution import LIMIT
 from fedhassle.federation.masks.ring import step_of
 from fedhassle.federation.setup.admission import admit_site
-from fedhassle.privacy import spent
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 

@@ -8,6 +8,8 @@ import pytest
 import small
 import torch
 
+from fedhassle.engine.privacy.account import spent
+from fedhassle.engine.privacy.by_site import Privacy
 from fedhassle.engine.rounds import Averages, Plan, federate
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
@@ -17,7 +19,6 @@ from fedhassle.federation.masks.contribution import LIMIT, MaskTerms, deviation
 from fedhassle.federation.masks.protocol import Member
 from fedhassle.federation.masks.ring import step_of
 from fedhassle.federation.server.coordinate import coordinate
-from fedhassle.privacy import Privacy, spent
 from fedhassle.robust import differences, joint_norm
 from fedhassle.vectors import all_finite
 

@@ -30,6 +30,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fedhassle.engine.client import Buffers, Job, Schedule, draw, run_job
@@ -46,6 +47,7 @@ from fedhassle.engine.gpu.program import (
 )
 from fedhassle.engine.gpu.streams import STREAMS
 from fedhassle.nets import CAPTURE_LOCK
+from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -71,7 +73,8 @@ def shape_of(job: Job, kept: Arrays) -> Hashable:
         tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
     )
     images = id(job.site.samples.images), id(job.site.views.scale)
-    further = identity(phase.then), identity(phase.draw), job.rate is None
+    drawn = None if phase.draw is None else np.shape(phase.draw(generator("shape")))  # only its size matters
+    further = identity(phase.then), drawn, job.rate is None
     return (phase.name, streams, descents, further, sizes, images)
 
 

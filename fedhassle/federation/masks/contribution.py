@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.engine.privacy.by_site import secret_normals
 from fedhassle.errors import require
 from fedhassle.federation.masks.protocol import Members, Vectors, least_survivors
 from fedhassle.federation.masks.ring import decoded, encoded, step_of, wrapped
-from fedhassle.privacy import secret_normals
 from fedhassle.robust import PAIR, clipped_jointly, differences, joint_norm
 from fedhassle.vectors import Arrays
 

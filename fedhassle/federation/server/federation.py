@@ -11,6 +11,7 @@ import torch
 
 from fedhassle.engine.client import samples_by_name
 from fedhassle.engine.client_state import ClientState
+from fedhassle.engine.privacy.account import Guarantee
 from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
@@ -23,7 +24,6 @@ from fedhassle.federation.server.masked import MaskedRound
 from fedhassle.federation.server.sites import Answers, Sites
 from fedhassle.method import Client, Method, Update
 from fedhassle.predict.scores import wilson
-from fedhassle.privacy import Privacy
 from fedhassle.runs.record import Evaluation
 from fedhassle.vectors import Arrays
 
@@ -42,7 +42,7 @@ class FlowerFederation:
         plan: Mapping[str, Any],
         memory: ClientState | None = None,
         terms: MaskTerms | None = None,
-        privacy: Privacy | None = None,
+        privacy: Guarantee | None = None,
     ) -> None:
         self.sites, self.plan, self.audit = sites, dict(plan), sites.audit
         self.terms = terms  # of masks, if there are any

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from fedhassle.engine.client import samples_by_name
+from fedhassle.engine.privacy.by_site import expected_counts, sound
 from fedhassle.federation.masks.contribution import MaskTerms, means_of, require_length
 from fedhassle.federation.masks.protocol import Member, Members, Vectors, summed, unmasked
 from fedhassle.federation.masks.shares import SHARE
@@ -26,7 +27,6 @@ from fedhassle.federation.messages import Failure, Payload, RefusedError, to_jso
 from fedhassle.federation.server.bounds import with_capped_weights
 from fedhassle.federation.server.sites import Answers
 from fedhassle.method import Client, Method, Update
-from fedhassle.privacy import expected_counts, sound
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")

@@ -1,4 +1,4 @@
-"""Differential privacy by site: clipped updates, noise in their mean, and an account of what is spent.
+"""Differential privacy by site: clipped updates, and noise in their mean.
 
 Two federations are neighbours if all that one site sends is replaced by nothing (no change of any model).
 What a site sends in a round, all its models and their BatchNorm statistics, counts as one vector of norm
@@ -8,31 +8,20 @@ at most `clip`, so one Gaussian mechanism protects all of it. Whatever the serve
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.errors import UserError, require
+from fedhassle.engine.privacy.account import spent
+from fedhassle.errors import require
 from fedhassle.method import Client, Method, Update
 from fedhassle.robust import clipped_jointly, differences
 from fedhassle.vectors import Arrays
-
-ORDERS = (  # α of Rényi's divergence: the best of them is the bound
-    *(1 + n / 100 for n in range(1, 10)),
-    *(1 + n / 10 for n in range(1, 100)),
-    *range(11, 64),
-    *(2**n for n in range(6, 14)),
-)
-MOST_NOISE = 10_000.0
-PRECISION = 1e-3  # of the noise that `noise_for` finds, relative
-INSTALL = "differential privacy needs the extra: pip install 'fedhassle[privacy]'"
 
 
 @dataclass(frozen=True)
@@ -48,61 +37,12 @@ class Privacy:
     lost: int = 0  # rounds that were trained and lost, as in a crash: they were seen, so they count
     secret: bool = False  # noise from the operating system; else from the run's seed, to repeat a simulation
 
+    unit: ClassVar[str] = "site"
+    protects: ClassVar[str] = "updates"
+
     def epsilon(self, t: int) -> float | None:
         """ε that t rounds have spent; None without noise, which guarantees nothing."""
         return spent(self.noise, self.rate, t + self.lost, self.delta) if self.noise else None
-
-
-@lru_cache(maxsize=100_000)
-def spent(noise: float, rate: float, rounds: int, delta: float) -> float:
-    """ε of so many Gaussian mechanisms in a row, each on a Poisson sample (Mironov et al., 2019)."""
-    if not rounds:
-        return 0.0
-    rdp = accountant()
-    found = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=rounds, orders=ORDERS)
-    epsilon, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=found, delta=delta)
-    return max(0.0, float(epsilon))
-
-
-def accountant() -> Any:
-    """Opacus' module for Rényi's divergence; the handlers that Opacus gives the root logger are removed."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        from opacus.accountants.analysis import rdp
-    except ImportError as error:
-        raise UserError(INSTALL) from error
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-    return rdp
-
-
-def noise_for(epsilon: float, rate: float, rounds: int, delta: float) -> float:
-    """The least noise with which so many rounds spend at most ε, to one part in a thousand."""
-    low, high = 0.0, 1.0
-    while spent(high, rate, rounds, delta) > epsilon:
-        low, high = high, 2 * high
-        require(high <= MOST_NOISE, f"no noise is enough for ε = {epsilon:g} in {rounds} rounds")
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        if middle < 0.05 or spent(middle, rate, rounds, delta) > epsilon:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def rounds_within(epsilon: float, privacy: Privacy, most: int) -> int:
-    """The number of rounds, `most` or fewer, that spend at most ε."""
-    low, high = 0, most  # `low` rounds are within the budget
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (privacy.epsilon(middle) or 0.0) <= epsilon:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def drawn_by_chance(clients: Sequence[Client], rate: float, rng: np.random.Generator) -> tuple[Client, ...]:
