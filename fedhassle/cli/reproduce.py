@@ -146,6 +146,12 @@ def report(
     for path in paths:
         check_format(path)
     named, changes = names_and_changes(names, rounds)
+    for name in named:
+        require(
+            not Path(name).is_dir(),
+            f"{name} is a folder, not an experiment: use fedhassle compare {name} for a run, and fedhassle "
+            f"federation report {name} for that of a federation",
+        )
     chosen = {name: read_experiment(name) for name in named or experiments()}
     selection = Selection(comma_list(only, "--only"), comma_list(methods, "--methods"), seeds, tuple(changes))
     cells = select(list(chosen.values()), selection)

@@ -400,6 +400,11 @@ def test_a_missing_ledger_is_refused(tmp_path, monkeypatch):
     assert (tmp_path / "mine.md").read_text() == mine
 
 
+def test_a_folder_of_a_run_gets_the_commands_for_runs(tmp_path):
+    code, _, err = call("report", tmp_path)
+    assert code == 2 and f"federation report {tmp_path}" in err and "fedhassle compare" in err
+
+
 # The commands that it names
 
 
