@@ -71,7 +71,7 @@ class BasicBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """What residual networks share: gradient clipping, strong views, and initial kernels."""
+    """The common part of residual networks: gradient clipping, strong views, and initial kernels."""
 
     clip = 5.0
     view = "strong"

@@ -114,7 +114,7 @@ def paths_in(folder: Path, pattern: str) -> list[Path]:
 
 
 def paths_below(folder: Path, pattern: str) -> list[Path]:
-    """As `paths_in`, at any depth."""
+    """Like `paths_in`, at any depth."""
     if not folder.is_dir():
         return []
     found = (Path(home) / name for home, _, names in os.walk(folder, onerror=fail) for name in names)

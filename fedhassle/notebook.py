@@ -1,4 +1,4 @@
-"""What a notebook shows: the data of each client, curves, and finished runs side by side."""
+"""Output for notebooks: the data of each client, curves, and finished runs side by side."""
 
 from __future__ import annotations
 

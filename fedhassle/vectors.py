@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Arrays = dict[str, Tensor]
-"""What travels, is kept and is averaged: one 1-D tensor per name."""
+"""Named 1-D tensors: the form in which models travel, are kept and are averaged."""
 
 
 def mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -49,7 +49,7 @@ def size_in_bytes(arrays: Arrays) -> int:
 
 
 def all_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Of each group whether no entry is NaN or infinite (one synchronisation with the device for all)."""
+    """Returns for each group whether all entries are finite (one synchronisation with the device for all)."""
     checks = [torch.isfinite(v).all() for group in groups for v in group]
     found = iter(torch.stack(checks).tolist() if checks else [])
     return [all(list(islice(found, len(group)))) for group in groups]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedhassle.optimiser import SGD, AdamW, Optimiser
 
 State = tuple[Tensor, ...]
-"""Of SGD: its momentum. Of AdamW: both moments, and the number of steps (1,)."""
+"""The state of an optimiser. SGD: its momentum. AdamW: both moments, and the number of steps (1,)."""
 
 
 def fresh_state(optimiser: Optimiser, weights: Tensor) -> State:

@@ -27,7 +27,7 @@ class Scores(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted of each prediction, and its logits (N, M) if they are kept."""
+    """The counts of each prediction, and its logits (N, M) if they are kept."""
 
     right: dict[str, list[int]]  # images classified correctly, by class
     loss: dict[str, float]  # sum of the cross-entropies

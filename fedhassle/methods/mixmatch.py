@@ -34,7 +34,7 @@ class MixMatch(FedAvg):
         return known if self.rounds else replace(known, rounds=rounds)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """As FixMatch's, but two weak views of each unlabelled sample: K = 2 guesses; each step is mixed."""
+        """Like FixMatch's, with two weak views of each unlabelled sample (K = 2 guesses); steps are mixed."""
         if client.kind != "partial":
             return super().phases(client, t)
         guessed = Stream("unlabelled", self.ratio * self.batch, ("weak", "weak"))

@@ -44,7 +44,7 @@ def checked_rule(text: str) -> str:
 
 
 class ModelMetadata(BaseModel):
-    """What prediction needs of the metadata that `about_model` writes; the rest is for readers."""
+    """The part of the metadata by `about_model` that prediction needs; the rest is for readers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
     format: Annotated[int, AfterValidator(_known_format)]

@@ -117,7 +117,7 @@ def plain_line(step: Step, rounds: int) -> str:
 
 
 def epsilon(metrics: Metrics) -> list[str]:
-    """What a private run has spent so far; nothing for other runs."""
+    """The privacy budget that a run has spent so far, in words; empty for a run without one."""
     return [f"ε {metrics[EPSILON]:.2f}"] if EPSILON in metrics else []
 
 

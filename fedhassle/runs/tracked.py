@@ -1,4 +1,4 @@
-"""What trackers show of a run: its name, its tags, and the figures of its rounds."""
+"""The view that trackers have of a run: its name, its tags, and the figures of its rounds."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_no_name_is_broken_within_a_word(runs, tmp_path):
     words = out.partition("\nover ")[0].split()
     assert words.count("fixmatch-global") == 2 and words.count("data=cifar100") == 2
     assert {"data=fmnist-mini", "lr=0.1", "lr=0.01"} <= set(words)
-    assert out.startswith("accuracy in %, mean ± std over seeds ") and "…" not in out
+    assert out.startswith("accuracy in %, mean ± std over seeds\n") and "…" not in out
 
 
 def test_a_run_given_twice_is_one_seed(runs, wide, tmp_path):

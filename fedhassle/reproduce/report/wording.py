@@ -25,7 +25,7 @@ ONE_SEED = (
 
 
 def how_to_read(results: Iterable[CellResult]) -> str:
-    """What the numbers of a report are."""
+    """A sentence that explains the numbers of a report."""
     return HOW_TO_READ.format(mean=mean_of_last(results, "its"))
 
 
