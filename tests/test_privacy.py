@@ -228,6 +228,7 @@ def test_a_run_reports_what_it_spends_and_stops_at_its_budget(without_residuals,
     assert f"ε = {told['epsilon']:.2f}, δ = 1e-05" in (out / "model.md").read_text("utf-8")
     assert "another would spend more than ε = 6" in " ".join(printed.split())
     assert f"ε {lines[0]['epsilon']:.2f}" in printed
+    assert f"round 1/{rounds}" in printed and f"{rounds} rounds, on cpu" in " ".join(printed.split())
     assert f"ε = {told['epsilon']:.2f} at δ = 1e-05" in " ".join(printed.split())
 
 

@@ -121,9 +121,16 @@ def run(
     """
     require_flower()
     from fedhassle.federation.agreement import read_agreement, run_request
-    from fedhassle.federation.build import agreed_method, empty_dataset, headline_of, settings_in
+    from fedhassle.federation.build import (
+        agreed_method,
+        agreed_privacy,
+        empty_dataset,
+        headline_of,
+        settings_in,
+    )
     from fedhassle.federation.setup.folder import federation_folder
     from fedhassle.runs.folder import Folder, default_folder
+    from fedhassle.settings.build import rounds_of
     from fedhassle.settings.request import Request
 
     found = federation_folder(folder)
@@ -134,14 +141,15 @@ def run(
     check_place(place, path)
     test = checked_test(test, place, agreement)
     settings = settings_in(place, agreement)
-    agreed_method(settings, empty_dataset(agreement))  # fail early: before waiting for sites
-    say(f"{settings.method.name} in {agreement.name}: {counted(settings.rounds, 'round')}")
+    method = agreed_method(settings, empty_dataset(agreement))  # fail early: before waiting for sites
+    rounds = rounds_of(settings, agreed_privacy(settings, method))
+    say(f"{settings.method.name} in {agreement.name}: {counted(rounds, 'round')}")
     say(f"files    {path}")
     options = ["--out", str(path), *(["--test", str(test)] if test else [])]
     again = shlex.join(["fedhassle", "federation", "run", str(folder), *options])
     try:
         with interruptible():
-            follow_run(found, place, test, settings.rounds, headline_of(settings))
+            follow_run(found, place, test, rounds, headline_of(settings))
     except KeyboardInterrupt:
         say(f"stopped; to continue: {again}")
         raise typer.Exit(STOPPED) from None

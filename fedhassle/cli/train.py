@@ -131,11 +131,11 @@ def follow_run(launched: Run) -> None:
     say(
         console,
         f"{settings.method.name} on {launched.dataset.name}: {len(launched.split.names)} clients, "
-        f"{settings.clients_per_round} per round, {counted(settings.rounds, 'round')}, on {place}",
+        f"{settings.clients_per_round} per round, {counted(launched.rounds, 'round')}, on {place}",
     )
     say(console, f"files    {path}")
     try:
-        follow(train_run(launched), settings.rounds, launched.method.headline, console)
+        follow(train_run(launched), launched.rounds, launched.method.headline, console)
     except KeyboardInterrupt:
         say(console, f"stopped; to continue: {resume_command(launched.folder)}")
         raise typer.Exit(130) from None

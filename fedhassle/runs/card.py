@@ -207,8 +207,7 @@ def facts_of(summary: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, 
         f"{numbers(about['mean'])}, std {numbers(about['std'])} of pixels in 0 … 1{deep_images(about)}",
         "network": str(about["net"]),
         "method": ", ".join(f"{key}={value}" for key, value in settings["method"].items() if key != "name"),
-        "sites": sites(about["sites"])
-        + (site_counts(summary) if is_federation(summary) else images(about["sites"])),
+        "sites": all_sites(summary, about["sites"]),
         "split": split(summary),
         "rounds": f"{summary['rounds']}, {sites_per_round(summary)}",
         **privacy(summary),
@@ -235,6 +234,14 @@ def sites(counts: Mapping[str, int]) -> str:
     """The number of sites of each kind."""
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     return f"{sum(counts[kind] for kind in KINDS)} ({kinds})"
+
+
+def all_sites(summary: Mapping[str, Any], counts: Mapping[str, int]) -> str:
+    """The sites and what they hold; only their number if they hide the rest, and report counts of 1."""
+    if summary["settings"].get("privacy", {}).get("hide"):
+        everyone = sum(counts[kind] for kind in KINDS)
+        return f"{everyone}, which hide how many images and labels they have{idle_sites(summary)}"
+    return sites(counts) + (site_counts(summary) if is_federation(summary) else images(counts))
 
 
 def images(counts: Mapping[str, int]) -> str:

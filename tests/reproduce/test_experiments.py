@@ -42,9 +42,10 @@ SIZES = {  # cells: combinations of choices × seeds, by hand
     "costs": 2 * (11 * 2 + 1) * 3,
     "hassle-plus": 8 * 3,
     "privacy": 2 * 2 * 3 * 5 * 3,
+    "privacy-sample": 5 * 3,
 }
 SHARED = {"beyond": 2 * 11 * 3}  # cells that are the run of another cell of the experiment
-OURS = {"beyond", "costs", "hassle-plus", "privacy"}  # not in the paper
+OURS = {"beyond", "costs", "hassle-plus", "privacy", "privacy-sample"}  # not in the paper
 EACH = pytest.mark.parametrize("name", SIZES)
 
 
@@ -143,6 +144,11 @@ OTHERWISE = {  # but for these, by experiment and choice
         "split.labels": {"full": 10, "partial": 90, "unlabelled": 100, "share": 0.1},
     },
     **{("privacy", e): {"privacy.epsilon": float(e), "privacy.clip": 0.2} for e in ("16", "8", "4", "2")},
+    **{("privacy-sample", same): value for same, value in (("fmnist", {"data.name": "fmnist"}), ("inf", {}))},
+    **{
+        ("privacy-sample", e): {"privacy.unit": "sample", "privacy.epsilon": float(e)}
+        for e in ("16", "8", "4", "2")
+    },
     ("hassle-plus", "whole"): {},
     ("hassle-plus", "no-prior"): {"method.prior": "none"},
     ("hassle-plus", "weak"): {"method.view": "weak"},

@@ -131,6 +131,11 @@ def test_the_card_repeats_only_counts_that_are_agreed_at_admission(made):
         == f"{kinds}; without the images of 3 sites, whose number nobody has verified{without}"
     )
     assert "77" not in card and "| north | – | 50.0 (40 – 60) |" in card
+    hidden = {**federation, "settings": {**summary["settings"], "privacy": {"hide": True}}}
+    assert (
+        facts(model_card(hidden, about))["sites"]
+        == f"6, which hide how many images and labels they have{without}"
+    )
     north = {"agreed_images": 5000, "labelled": 1234, "patients": 50, "validation_patients": 6}
     sites["sites"]["north"] |= north
     card = model_card({**federation, **sites}, about)
