@@ -256,7 +256,7 @@ class Method:
 
     net: Net
     batch: BatchSize = 128  # samples in a batch (Sec. 5.1)
-    epochs: Epochs = 10  # local epochs a round (ruling 7)
+    epochs: Epochs = 10  # local epochs per round (ruling 7)
     lr: Positive = 0.1  # η, the learning rate (Sec. 5.1); AdamW needs another one, such as 0.001
     momentum: Decay = 0.9  # momentum of SGD (Sec. 5.1)
     nesterov: bool | None = None  # Nesterov's momentum in SGD; default: false
@@ -265,12 +265,12 @@ class Method:
     # The learning rate over rounds: cosine to 0, or a step to a tenth after a half and after three quarters;
     # default: constant.
     schedule: Schedule | None = None
-    horizon: FromOne | None = None  # rounds over which the rate falls, with a schedule; default: the run's
-    lr_warmup: FromZero | None = None  # first rounds, over which the learning rate rises to lr; default: 0
+    horizon: FromOne | None = None  # rounds over which a schedule lowers the rate; default: all of the run
+    lr_warmup: FromZero | None = None  # number of first rounds over which the rate rises to lr; default: 0
     # Largest norm of a gradient, 0: off (ruling 9); default: the network's own, 5 for ResNet-8, 1 for LeNet.
     clip: NotNegative | None = None
     average: Decay | None = None  # decay of a running mean over rounds of each model that predicts
-    # Who gives pseudo-labels, where models that are sent do: their running means; default: the models.
+    # What gives pseudo-labels if received models do: their running means; default: the models themselves.
     teacher: Literal["average"] | None = None
     # Calibrates cross-entropies by the class mix of the batch (balanced softmax, Ren et al. 2020).
     prior: Literal["batch", "none"] | None = None

@@ -46,15 +46,16 @@ class FedMatch(Method):
     momentum: Decay = 0.0  # momentum of SGD
     confidence: Share = 0.75  # below it a sample teaches nothing
     helpers: Annotated[int, Range(0, 1000)] = 2  # H, the clients that answer most alike
-    helper_rounds: FromOne = 10  # helpers are sent every so many rounds
-    supervised_weight: NotNegative = 10.0  # λ_s, of the cross-entropy on labels
+    helper_rounds: FromOne = 10  # helpers are sent in every n-th round
+    supervised_weight: NotNegative = 10.0  # λ_s, weight of the cross-entropy on labels
     consistency_weight: NotNegative = 1.0  # λ_ICCS; ours: theirs, 0.01, leaves ψ next to nothing to learn
-    sparsity_weight: NotNegative = 0.0001  # λ_L1, of |ψ|
+    sparsity_weight: NotNegative = 0.0001  # λ_L1, weight of |ψ|
     proximity_weight: NotNegative = 0.01  # λ_L2; ours: with theirs, 10, ψ becomes σ in one step
     first_psi: Share = 0.2  # ψ^(0) as a share of σ^(0)
     ratio: Ratio = 6  # unlabelled samples for each labelled one in a step: with 10 % a pass over both; ours
     unlabelled: bool = False  # whether unlabelled clients train ψ; ours: its authors have none
-    weights: Literal["labels", "clients"] = "labels"  # of a client in means; ours, as clients differ in size
+    # Weight of a client in means; ours, as clients differ in size.
+    weights: Literal["labels", "clients"] = "labels"
     least_change: NotNegative = 5e-5  # changes of an entry up to this size are not sent, in either direction
 
     def networks(self) -> dict[str, Net]:

@@ -70,7 +70,7 @@ class Hassle(Method):
     residual_target: Literal["difference", "with_residual"] = "difference"
     tau: Positive = 2.0  # τ, temperature in Eq. 7 (ruling 5)
     lam: NotNegative = 1.0  # λ in Eq. 9
-    residual_steps: Annotated[int, Range(1, 100_000)] = 100  # batches a round for a residual (ruling 8)
+    residual_steps: Annotated[int, Range(1, 100_000)] = 100  # batches per round for a residual (ruling 8)
     residual_decay: NotNegative = 0.0001  # weight decay of the residuals (ruling 8)
     # Channels of a residual, as a share of the dual's (ruling 13).
     residual_width: Annotated[float, Range(0.0, 1.0, above=True)] = 0.25

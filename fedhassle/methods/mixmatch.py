@@ -24,9 +24,10 @@ class MixMatch(FedAvg):
     ratio: Ratio = 1  # unlabelled samples for each labelled one in a step; its paper
     weight: NotNegative = 1.0  # λ_u at the end of its growth; ours: with its authors' 75 it breaks down
     temperature: Positive = 0.5  # T, which sharpens guessed labels; its paper
-    alpha: Positive = 0.75  # of Beta(α, α), which mixes samples; its paper
+    alpha: Positive = 0.75  # α of Beta(α, α), which mixes samples; its paper
     rounds: FromOne | None = None  # rounds over which λ_u grows; default: those of the run; ours
-    weights: Literal["labels", "samples"] = "labels"  # of a client in means: labels, or all it holds; ours
+    # Weight of a client in means: its labels, or all its samples; ours.
+    weights: Literal["labels", "samples"] = "labels"
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
         """With λ_u that grows to the run's last round, unless it is to stop earlier."""
