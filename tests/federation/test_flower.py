@@ -139,8 +139,9 @@ class Deployment:
         """
         config, known_as = self.folder / f"{known_as or name}.toml", known_as or name
         about = {"site": name, "data": str(self.data(name)), "file": str(self.files.agreement)}
-        config.write_text(tomli_w.dumps({**about, "memory": str(self.folder / f"{name}.memory")}))
         key = self.files.site_key(known_as)
+        about |= {"memory": str(self.folder / f"{name}.memory"), "key": str(key)}
+        config.write_text(tomli_w.dumps(about))
         command = processes.supernode_command(self.address, self.files.ca, key, config)
         if name == ROGUE:
             command[2] = "rogue"

@@ -11,7 +11,9 @@ from fedhassle.engine.privacy.account import spent
 from fedhassle.federation.agreement import write_agreement
 from fedhassle.federation.masks.contribution import LIMIT
 from fedhassle.federation.masks.ring import step_of
+from fedhassle.federation.masks.signatures import PEERS
 from fedhassle.federation.setup.admission import admit_site
+from fedhassle.files import write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
@@ -39,7 +41,9 @@ def masked(tmp_path, monkeypatch):
     with made.stack:
         made.agree()
         for name in SITES:
-            admit_site(made.files.path, name, made.key(name))
+            key = made.key(name)
+            admit_site(made.files.path, name, key)
+            write_text(made.files.path / PEERS / f"{name}.pub", key)  # so all keys must be signed
         made.start_link()
         yield made
 

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from fedhassle.errors import UserError, require
 from fedhassle.federation.masks.ring import WORD, derived, stream
 from fedhassle.federation.masks.shares import SECRET, SHARE, join, split
+from fedhassle.federation.masks.signatures import Signer
 
 DEGREE = 32  # neighbours of a site; with fewer sites, all others
 LEAST_SITES = 3  # of two, each knows the other's vector from the sum
@@ -38,6 +39,7 @@ class Member(NamedTuple):
     cipher: bytes  # for the shares that they send it
     mask: bytes  # for pairwise masks
     models: Mapping[str, int]
+    signature: bytes = b""  # under both keys, by the key with which the site was admitted
 
 
 Members = Mapping[str, Member]
@@ -79,9 +81,10 @@ def points(members: Members) -> dict[str, int]:
 class Masker:
     """A site's side of one round. Its secrets live in memory only, and are used once."""
 
-    def __init__(self, name: str, context: str) -> None:
+    def __init__(self, name: str, context: str, signer: Signer | None = None) -> None:
         self.name, self.context = name, context  # the context binds keys to a run and a round
         self._cipher, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self._signer = signer
         self.members: dict[str, Member] = {}
         self._near: dict[str, tuple[str, ...]] = {}
         self._seeds: dict[str, bytes] = {}  # own masks, by model
@@ -90,11 +93,12 @@ class Masker:
 
     def public(self, models: Mapping[str, int]) -> Member:
         """Step 1: its public keys, and the models that it will send."""
-        return Member(
-            self._cipher.public_key().public_bytes_raw(),
-            self._mask.public_key().public_bytes_raw(),
-            dict(models),
-        )
+        keys = self._public_keys()
+        signature = b"" if self._signer is None else self._signer.signed(self.name, self.context, keys)
+        return Member(*keys, dict(models), signature)
+
+    def _public_keys(self) -> tuple[bytes, bytes]:
+        return self._cipher.public_key().public_bytes_raw(), self._mask.public_key().public_bytes_raw()
 
     def share(self, members: Members) -> dict[str, bytes]:
         """Step 2: encrypted shares of its secrets for each neighbour; refuses a round without protection."""
@@ -104,7 +108,10 @@ class Masker:
             f"masks need at least {LEAST_SITES} sites in a round, and there are {len(members)}",
         )
         mine = members.get(self.name)
-        require(mine is not None and mine[:2] == self.public({})[:2], "the server changed this site's keys")
+        require(mine is not None and mine[:2] == self._public_keys(), "the server changed this site's keys")
+        for peer, member in members.items():
+            if self._signer is not None and peer != self.name:
+                self._signer.require_signed(peer, self.context, member[:2], member.signature)
         keys = [key for member in members.values() for key in (member.cipher, member.mask)]
         require(len(set(keys)) == len(keys), "two sites of this round have the same key")
         assert mine is not None

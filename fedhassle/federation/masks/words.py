@@ -16,6 +16,7 @@ from fedhassle.federation.messages import RefusedError, count_of, short
 KEYS, SHARES, VECTORS, REVEAL = STEPS = ("keys", "shares", "vectors", "reveal")
 MASKED = "masked "  # prefix of the name of a vector under masks
 KEY = 32  # bytes of a public key
+SIGNATURE = 200  # most bytes of a signature
 
 
 def text(blob: bytes) -> str:
@@ -42,15 +43,19 @@ def table(value: Any, what: str) -> dict[str, Any]:
 
 
 def member_words(member: Member) -> dict[str, Any]:
-    """A site's keys, models and weights."""
-    return {"cipher": text(member.cipher), "mask": text(member.mask), "models": dict(member.models)}
+    """A site's keys and the signature under them, models and weights."""
+    keys = {"cipher": member.cipher, "mask": member.mask, "signature": member.signature}
+    return {**{name: text(value) for name, value in keys.items()}, "models": dict(member.models)}
 
 
 def read_member(words: Mapping[str, Any]) -> Member:
     """Reads a site's keys, models and weights."""
     cipher, mask = (blob(words.get(key), "its key", KEY) for key in ("cipher", "mask"))
     models = table(words.get("models", {}), "its models")
-    return Member(cipher, mask, {name: count_of(weight, name) for name, weight in models.items()})
+    signature = blob(words.get("signature", ""), "its signature")
+    if len(signature) > SIGNATURE:
+        raise RefusedError(f"it sent a signature of {len(signature)} bytes")
+    return Member(cipher, mask, {name: count_of(weight, name) for name, weight in models.items()}, signature)
 
 
 def read_members(value: Any) -> dict[str, Member]:

@@ -14,6 +14,7 @@ from fedhassle.data.site.survey import conversions, skipped
 from fedhassle.errors import require
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.build import engine_of
+from fedhassle.federation.masks.signatures import PEERS, read_signer
 from fedhassle.federation.site.new_labels import LabelSource, LabelWatch
 from fedhassle.federation.site.node import SiteNode
 from fedhassle.files import write_text
@@ -30,7 +31,7 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     """Builds the site that a node's configuration describes: its name, images, federation's file and memory.
 
     `labels` names a label file outside the folder of images; `device` and `threads` are for training; `audit`
-    names the site's audit log.
+    names the site's audit log, `key` its private key.
     """
     missing = [key for key in CONFIG_KEYS if not config.get(key)]
     require(not missing, f"the node's configuration lacks {', '.join(missing)}")
@@ -46,7 +47,8 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     watch = LabelWatch(source, site.files, before)
     audit = Path(str(config["audit"])) if config.get("audit") else None
     images, place = (site.x, site.y), Path(memory)
-    return SiteNode(name, agreement, *images, place, engine, watch.changed, site.patients, audit)
+    signer = read_signer(Path(str(config["key"])), Path(file).parent / PEERS) if config.get("key") else None
+    return SiteNode(name, agreement, *images, place, engine, watch.changed, site.patients, audit, signer)
 
 
 def patient_secret(home: Path) -> bytes:

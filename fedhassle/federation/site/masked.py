@@ -8,6 +8,7 @@ from typing import Any
 from fedhassle.errors import UserError, require
 from fedhassle.federation.masks.contribution import MaskTerms, contribution
 from fedhassle.federation.masks.protocol import Masker
+from fedhassle.federation.masks.signatures import Signer
 from fedhassle.federation.masks.words import (
     KEYS,
     REVEAL,
@@ -32,9 +33,10 @@ Trained = tuple[Update, Arrays]
 class MaskedRounds:
     """Answers the four steps of a round; the secrets of the last one are in memory only."""
 
-    def __init__(self, name: str, terms: MaskTerms) -> None:
-        self.name, self.terms = name, terms
+    def __init__(self, name: str, terms: MaskTerms, signer: Signer | None = None) -> None:
+        self.name, self.terms, self._signer = name, terms, signer
         self._context, self._masker = "", Masker(name, "")
+        self._seen = set[bytes]()  # all keys of earlier rounds
 
     def answer(self, payload: Payload, train: Callable[[], Trained]) -> Payload:
         """Answers a step; only the third one trains."""
@@ -44,7 +46,7 @@ class MaskedRounds:
             step in STEPS, "this site's federation.toml says privacy.masks: it sends no update without masks"
         )
         if step == KEYS:
-            self._context, self._masker = context, Masker(self.name, context)
+            self._context, self._masker = context, Masker(self.name, context, self._signer)
             return Payload(member_words(self._masker.public({})))
         if context != self._context:
             raise UserError("its secrets of this round are lost, as after a restart: it joins the next round")
@@ -53,6 +55,9 @@ class MaskedRounds:
 
     def _share(self, words: Mapping[str, Any]) -> Payload:
         members = read_members(words.get("members"))
+        keys = {member.mask for member in members.values()}
+        require(not keys & self._seen, "the server repeats a key of an earlier round, which it may know")
+        self._seen |= keys
         shared = self._masker.share(members)
         return Payload({"shares": {peer: text(blob) for peer, blob in shared.items()}})
 

@@ -30,6 +30,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.build import dataset_of, mask_terms, own_code_in, run_settings
 from fedhassle.federation.figures import own_figures
+from fedhassle.federation.masks.signatures import Signer
 from fedhassle.federation.messages import (
     Payload,
     coarse,
@@ -95,6 +96,7 @@ class SiteNode:
         new_labels: Callable[[], Labels | None] = lambda: None,
         patients: Patients | None = None,
         audit: Path | None = None,
+        signer: Signer | None = None,
     ) -> None:
         agreed = agreement.data
         shape = (agreed.height, agreed.width, agreed.channels)
@@ -105,7 +107,7 @@ class SiteNode:
         self.answers = AnswerLog(audit or memory / "audit.jsonl", f"{agreement.name} at {agreement.address}")
         self.dataset, self.rows, self.client = self._holding(x, y)
         terms = mask_terms(agreement, run_settings(agreement))
-        self.masks = None if terms is None else MaskedRounds(name, terms)
+        self.masks = None if terms is None else MaskedRounds(name, terms, signer)
         self.own = own_code_in(agreement)  # once: a file that changes later is not imported again
         self._new_labels = new_labels
         self._next: Holding | None = None  # with labels that the server does not count yet

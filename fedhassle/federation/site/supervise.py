@@ -39,7 +39,7 @@ def run_node(folder: FederationFolder, name: str, address: str, options: Mapping
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = home / "node.toml"
     own = {"file": str(folder.agreement.resolve()), "memory": str((home / "memory").resolve())}
-    own["audit"] = str((home / "audit.jsonl").resolve())
+    own |= {"audit": str((home / "audit.jsonl").resolve()), "key": str(folder.site_key(name).resolve())}
     with locked(home):
         write_text(config, tomli_w.dumps({"site": name, **own, **options}))
         yield from keep_running(
