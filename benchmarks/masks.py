@@ -32,7 +32,7 @@ PLAN = {"run": "benchmark"}
 
 
 class Cost(NamedTuple):
-    """What a round costs."""
+    """The costs of a round."""
 
     sites: int
     kind: str

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedhassle.vectors import Arrays, mean
 
 Merging = Literal["trimmed", "median"]
-"""What takes the place of a weighted mean of the clients' vectors."""
+"""A statistic in place of the weighted mean of the clients' vectors."""
 
 TRIM = 0.2  # share of the clients that a trimmed mean leaves out at each end
 CHUNK = 2**20  # entries that are sorted at once: bounds the memory, whatever the size of a model

@@ -80,7 +80,7 @@ class Required(NamedTuple):
     kinds: tuple[Kind, ...] = ()  # one client of each
 
     def lacking(self, clients: Iterable[Client]) -> list[str]:
-        """What is missing among some clients, in words."""
+        """Returns in words what is missing among some clients."""
         there = list(clients)
         names, kinds = {client.name for client in there}, {client.kind for client in there}
         words = [name for name in self.names if name not in names]

@@ -78,7 +78,7 @@ def agreed_privacy(settings: Settings, method: Method) -> Privacy | None:
 
 
 def mask_terms(agreement: Agreement, settings: Settings) -> MaskTerms | None:
-    """What the agreement says about masks; None without any."""
+    """Returns the terms of the agreement about masks; None without any."""
     privacy, chosen = build_privacy(settings), settings.privacy
     if not chosen.masks:
         return None

@@ -16,7 +16,7 @@ WORDS, ARRAYS = "words", "arrays"  # the records of a message
 
 
 class Admission(NamedTuple):
-    """What the coordinator has admitted a key as."""
+    """The name and the number of images with which the coordinator admitted a key."""
 
     name: str  # of the site
     images: int | None = None  # the most that it may count; None: nothing is agreed

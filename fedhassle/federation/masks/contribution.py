@@ -22,7 +22,7 @@ DEVIATIONS = 17.0  # of the noise that fit beside an update: √2 for sites too 
 
 
 class MaskTerms(NamedTuple):
-    """What the sites of a federation agreed on for the vectors under masks."""
+    """The terms of the sites of a federation for the vectors under masks."""
 
     clip: float | None = None  # C, largest norm of an update
     noise: float = 0.0  # z: the noise in a sum of updates has a standard deviation of at least z·C

@@ -34,7 +34,7 @@ Vectors = dict[str, np.ndarray]
 
 
 class Member(NamedTuple):
-    """What the others know of a site in a round: public keys, and the models that it sends, with weights."""
+    """A site in a round as the others know it: public keys, and the models that it sends, with weights."""
 
     cipher: bytes  # for the shares that they send it
     mask: bytes  # for pairwise masks

@@ -149,7 +149,7 @@ class FlowerFederation:
         return answers
 
     def _short_of(self, answered: Sequence[Client], asked: Mapping[str, Client]) -> str:
-        """What a round lacks, in words, with these answers; empty if it can be completed."""
+        """Returns in words what a round with these answers lacks; empty if it can be completed."""
         needed, required = min(self.sites.rules.minimum_sites, len(asked)), self.sites.required
         if len(answered) < needed:
             return f"{len(answered)} of at least {needed} sites answered correctly"

@@ -1,4 +1,4 @@
-"""What a server can tell about itself: its sites, its latest run and its troubles."""
+"""The status of a server: its sites, its latest run and its troubles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves a site beside models: errors without local paths, and a log of every answer."""
+"""Answers that leave a site: errors without local paths, and a log of every answer."""
 
 from __future__ import annotations
 
