@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedhassle.data.split.split import Split
 from fedhassle.engine.client import train, visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.privacy.by_sample import BySample, Mechanism
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS, FedAvg
@@ -137,9 +139,9 @@ def test_larger_networks_train_in_bfloat16(net, tmp_path):
     assert all(torch.isfinite(v).all() for v in arrays(result).values())
 
 
-def check_one_step(name, build, engine):
-    """Trains clients of each kind in parallel."""
-    asked = list(second_round(made(name, build), CUDA))
+def check_one_step(name, build, engine, changed=lambda method: method):
+    """Trains clients of each kind in parallel, by a method or what `changed` makes of it."""
+    asked = list(second_round(changed(made(name, build)), CUDA))
     with engine.active():
         eagerly = [train(*one)[0] for one in asked]
         on_lanes = [update for update, _ in Lanes(engine).train([visit(*one) for one in asked])]
@@ -150,6 +152,13 @@ def check_one_step(name, build, engine):
             assert relative(captured.losses[trained], eager.losses[trained]) < SAME
             assert not torch.equal(captured.arrays[trained], message[trained])  # it did train
         assert torch.equal(captured.labelling, eager.labelling)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_with_private_gradients_is_captured_and_is_the_eager_one(compiled, caplog):
+    engine = Engine(CUDA, "fp32", lanes=2, compile=compiled)
+    check_one_step("hassle", LeNet, engine, partial(BySample.of, mechanism=Mechanism(0.5, 0.8)))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -11,8 +11,10 @@ import torch
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 from fedhassle.architectures import LeNet
-from fedhassle.engine.client import anew_walk, visit
-from fedhassle.engine.gpu.recording import shape_of
+from fedhassle.engine.client import anew_walk, draw, visit
+from fedhassle.engine.device import Engine
+from fedhassle.engine.gpu.program import Program, stretch_functions
+from fedhassle.engine.gpu.recording import capture_obstacle, shape_of
 from fedhassle.engine.privacy.account import COARSE, divergences, spent
 from fedhassle.engine.privacy.by_sample import (
     BySample,
@@ -247,6 +249,17 @@ def test_clients_of_any_size_share_a_recording():
     sites = small.beside(*(small.site(labelled=range(n)) for n in (3, 9, 20)))
     visits = [visit(method, one, method.initial(0), None, 1, 0) for one in sites]
     assert len({shape_of(job, {}) for each in visits for job in each.jobs}) == 1
+
+
+def test_a_private_step_waits_for_nothing_on_the_device():
+    """So a GPU can capture it."""
+    short = {"batch": 8, "epochs": 1, "residual_steps": 3}
+    method = BySample.of(Hassle(small.net(LeNet, width=0.25), **short), mechanism=Mechanism(0.5, 0.8))
+    here, engine = small.site(labelled=range(20), unlabelled=range(30, 60)), Engine(small.CPU)
+    for job in visit(method, here, method.message(method.initial(0), here.client, 1), None, 1, 0).jobs:
+        program = Program(job, job.message, {}, draw(job))
+        functions = stretch_functions(job, program.questions(job, engine), engine)
+        assert capture_obstacle(functions, program) == ""
 
 
 # Runs
