@@ -58,16 +58,16 @@ def reproduce(
     ] = None,
     together: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs at once on a GPU (default: 3 threads, or a process per core)."),
+        typer.Option(min=1, help="Runs at once on a GPU (default: 3; with --processes one per core)."),
     ] = None,
     processes: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--processes/--threads",
-            help="On a GPU, each run in a process of its own, with Ray and NVIDIA's MPS, or all in one "
-            "(default: processes if the networks are small and both are installed).",
+            "--processes",
+            help="On a GPU, train each run in a process of its own, with Ray and NVIDIA's MPS: for small "
+            "networks such as LeNet.",
         ),
-    ] = None,
+    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -216,7 +216,7 @@ def make(
     console: Console,
     *,
     together: int | None,
-    processes: bool | None,
+    processes: bool,
     runs: Path | None,
     budget: float | None,
     ray: str | None,
@@ -225,11 +225,14 @@ def make(
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.ray import RaySweep
     from fedhassle.reproduce.results import require_metrics
+    from fedhassle.reproduce.sharing import ProcessSweep
     from fedhassle.reproduce.sweep import RUNS, Sweep
 
+    require(ray is None or not processes, "--processes is for the GPU of this machine: leave out --ray")
     cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
-    work = Sweep(*options) if ray is None else RaySweep(ray, *options)
+    alone = ProcessSweep if processes else Sweep
+    work = alone(*options) if ray is None else RaySweep(ray, *options)
     work.tidy()
 
     def check_metrics() -> None:

@@ -1,4 +1,4 @@
-"""How the runs of a sweep share a GPU: as threads of one process, or as processes under NVIDIA's MPS."""
+"""A sweep whose runs share a GPU as processes under NVIDIA's MPS, for networks too small to fill it."""
 
 from __future__ import annotations
 
@@ -8,59 +8,52 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from pathlib import Path
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from fedhassle.engine.cluster import require_ray
+from fedhassle.engine.cluster import LOCAL, require_ray
 from fedhassle.engine.cores import available_cores
 from fedhassle.errors import UserError, require
-from fedhassle.nets import Net
 from fedhassle.reproduce.experiment import Cell
-from fedhassle.reproduce.sweep import on_gpu
-from fedhassle.runs.run import runnable
-from fedhassle.settings.build import net_without_images
+from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.ray import RaySweep
+from fedhassle.reproduce.sweep import RUNS, on_gpu
 
 CONTROL = "nvidia-cuda-mps-control"
-# Operations of a forward pass of one image: LeNet has 0.8 million, ResNet-8 390 million. One run of ResNet-8
-# fills an H200; LeNet is bound by the process that feeds the GPU.
-SMALL = 20_000_000
 MOST = 16  # processes that share a GPU; more have not been tried
 
 
-def processes_for(cells: Sequence[Cell], together: int | None, wanted: bool | None) -> int:
-    """Number of processes, of one run each, that share the GPU; 0: the runs are threads of one process.
+class ProcessSweep(RaySweep):
+    """A sweep in which each cell trains in a process of its own on this machine's GPU."""
 
-    By default networks decide: if all are small, there are as many processes as cores, and at most `MOST`.
-    `wanted` and `together` are the user's choice, if not None.
-    """
-    if wanted:
-        require(on_gpu(cells), "--processes shares a GPU, and these runs train on a CPU: use --ray local")
-        require_ray("--processes")
-        require(shutil.which(CONTROL) is not None, f"--processes needs {CONTROL}, a part of NVIDIA's driver")
-    elif wanted is False or not (on_gpu(cells) and can_share()) or not small_networks(cells):
-        return 0
-    return together or max(1, min(available_cores(), MOST, len(cells)))
+    def __init__(
+        self,
+        ledger: Ledger,
+        cells: Sequence[Cell],
+        runs: Path = RUNS,
+        together: int | None = None,
+        budget: float | None = None,
+    ) -> None:
+        super().__init__(LOCAL, ledger, cells, runs, together, budget)
+        self._together = together or max(1, min(available_cores(), MOST, len(self.cells)))
+        if self.cells:
+            require(
+                on_gpu(self.cells), "--processes shares a GPU, but these runs train on a CPU: use --ray local"
+            )
+            require_ray("--processes")
+            require(
+                shutil.which(CONTROL) is not None, f"--processes needs {CONTROL}, a part of NVIDIA's driver"
+            )
 
+    @property
+    def about(self) -> str:
+        """The machine, the device and the number of runs at once, in words."""
+        return f"{super().about}, as processes under NVIDIA's MPS"
 
-def can_share() -> bool:
-    """True if several processes can use a GPU at the same time: MPS and Ray are installed."""
-    return shutil.which(CONTROL) is not None and find_spec("ray") is not None
-
-
-def small_networks(cells: Sequence[Cell]) -> bool:
-    """True if no run of these cells fills a GPU by itself."""
-    settings = [runnable(cell.requested) for cell in cells]
-    distinct = {(one.net, one.data.name): one for one in settings}.values()
-    return all(operations(net_without_images(one)) <= SMALL for one in distinct)
-
-
-def operations(net: Net) -> int:
-    """Number of floating-point operations of a forward pass of one image, in convolutions and products."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        net.logits(net.initial(0), torch.zeros(1, *net.shape))
-    return int(counter.get_total_flops())
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Starts MPS, and then the cluster, whose processes find it."""
+        with mps(), super().opened():
+            yield
 
 
 @contextmanager
@@ -76,10 +69,8 @@ def mps() -> Iterator[None]:
         try:
             started = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, check=False)
             if started.returncode:
-                raise UserError(
-                    f"{CONTROL} -d failed: {(started.stderr or started.stdout).strip()}; "
-                    "--threads does without it"
-                )
+                said = (started.stderr or started.stdout).strip()
+                raise UserError(f"{CONTROL} -d failed: {said}; without --processes no MPS is needed")
             try:
                 yield
             finally:

@@ -273,12 +273,6 @@ def build_net(settings: Settings, dataset: Dataset) -> Net:
     return net
 
 
-def net_without_images(settings: Settings) -> Net:
-    """The same network, before it is checked; reads images only if they are a user's own."""
-    about = catalogue.CATALOGUE.get(settings.data.name) or build_dataset(settings)
-    return Net(find(settings.net or about.net, NETS, "network"), about.shape, about.classes)
-
-
 def build_metrics(settings: Settings) -> dict[str, Metric]:
     """A user's own metrics, by name."""
     found = {name: find(name, {}, "metric", "function") for name in settings.metrics or ()}

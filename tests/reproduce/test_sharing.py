@@ -1,5 +1,6 @@
-"""How the runs of a sweep share a GPU."""
+"""Runs that share a GPU as processes under MPS."""
 
+import contextlib
 import os
 import stat
 import sys
@@ -7,64 +8,72 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ledgers import FEW, experiment
+from small import call
 
-from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.errors import UserError
-from fedhassle.nets import Net
 from fedhassle.reproduce import sharing
-from fedhassle.reproduce.sharing import CONTROL, MOST, mps, operations, processes_for, small_networks
-from fedhassle.settings.request import request
+from fedhassle.reproduce.ledger import Ledger
+from fedhassle.reproduce.ray import RaySweep
+from fedhassle.reproduce.sharing import CONTROL, MOST, ProcessSweep, mps
+from fedhassle.runs.run import Identity
 
+ONE = f"""
+title = "One run"
+seeds = 1
+
+{FEW}
+[[axis]]
+name = "method"
+choices = [{{ id = "fedavg", set = {{ method.name = "fedavg" }} }}]
+"""
 UNIX = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
 
 
-def cell(*words, device="cuda"):
-    return SimpleNamespace(requested=request("paper", words), identity=SimpleNamespace(device=device))
-
-
-def test_operations_of_lenet_are_counted():
-    """Twice the products: 28²·6·25 + 10²·16·150 in convolutions, 400·120 + 120·84 + 84·10 after them."""
-    products = 28 * 28 * 6 * 25 + 10 * 10 * 16 * 150 + 400 * 120 + 120 * 84 + 84 * 10
-    assert operations(Net(LeNet, (1, 28, 28), 10)) == 2 * products
-    assert operations(Net(ResNet8, (3, 32, 32), 10)) > 100 * 2 * products
-
-
-@pytest.mark.parametrize(
-    ("data", "small"), [(["fmnist"], True), (["cifar10"], False), (["fmnist", "cifar10"], False)]
-)
-def test_networks_are_small_if_all_are(data, small):
-    assert small_networks([cell(f"data={name}") for name in data]) is small
-
-
-@pytest.mark.parametrize(
-    ("runs", "cores", "together", "wanted", "installed", "data", "processes"),
-    [
-        (40, 8, None, None, True, "fmnist", 8),
-        (40, 64, None, None, True, "fmnist", MOST),
-        (3, 8, None, None, True, "fmnist", 3),
-        (40, 8, 5, None, True, "fmnist", 5),
-        (40, 8, None, None, False, "fmnist", 0),
-        (40, 8, None, None, True, "cifar10", 0),
-        (40, 8, None, True, True, "cifar10", 8),
-        (40, 8, 5, False, True, "fmnist", 0),
-    ],
-)
-def test_the_number_of_processes(monkeypatch, runs, cores, together, wanted, installed, data, processes):
-    monkeypatch.setattr(sharing, "available_cores", lambda: cores)
-    monkeypatch.setattr(sharing, "can_share", lambda: installed)
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """A function that makes a sweep of so many cells on a machine of 8 cores."""
+    monkeypatch.setattr(sharing, "available_cores", lambda: 8)
     monkeypatch.setattr(sharing, "require_ray", lambda wanted: None)
     monkeypatch.setattr(sharing.shutil, "which", lambda name: name)
-    assert processes_for([cell(f"data={data}")] * runs, together, wanted) == processes
+
+    def make(count, together=None, device="cuda"):
+        named = [Identity(str(n), 0, "fedavg", "fmnist", 200, device, "") for n in range(count)]
+        cells = [SimpleNamespace(identity=one) for one in named]
+        return ProcessSweep(Ledger(tmp_path / "results"), cells, tmp_path / "runs", together)
+
+    return make
 
 
-def test_processes_need_a_gpu_and_mps(monkeypatch):
-    assert processes_for([cell(device="cpu")], None, None) == 0
+@pytest.mark.parametrize(
+    ("cells", "together", "processes"), [(40, None, 8), (3, None, 3), (40, 5, 5), (40, 9, 9)]
+)
+def test_the_number_of_processes(sweep, cells, together, processes):
+    assert sweep(cells, together)._together == processes
+
+
+def test_no_more_than_a_few_processes_share_a_gpu(sweep, monkeypatch):
+    monkeypatch.setattr(sharing, "available_cores", lambda: 64)
+    assert sweep(40)._together == MOST
+
+
+def test_processes_need_a_gpu_and_mps_if_a_run_is_missing(sweep, monkeypatch):
     with pytest.raises(UserError, match="train on a CPU: use --ray local"):
-        processes_for([cell(device="cpu")], None, True)
-    monkeypatch.setattr(sharing, "require_ray", lambda wanted: None)
+        sweep(1, device="cpu")
     monkeypatch.setattr(sharing.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=CONTROL):
-        processes_for([cell()], None, True)
+        sweep(1)
+    assert sweep(0).cells == []
+
+
+def test_the_command_takes_processes(images, tmp_path, monkeypatch):
+    """On a CPU it is refused, and beside --ray."""
+    monkeypatch.chdir(tmp_path)
+    own = experiment(tmp_path, ONE, images)
+    code, _, err = call("reproduce", own, "--processes")
+    assert code == 2 and "train on a CPU: use --ray local" in err
+    code, _, err = call("reproduce", own, "--processes", "--ray", "local")
+    assert code == 2 and "leave out --ray" in err
 
 
 @pytest.fixture
@@ -96,6 +105,19 @@ def test_the_daemon_runs_inside_the_block_even_if_it_fails(daemon):
 
 
 @UNIX
+def test_the_cluster_of_a_sweep_starts_after_the_daemon(daemon, sweep, monkeypatch):
+    @contextlib.contextmanager
+    def cluster(self):
+        assert daemon.alive.exists()
+        yield
+
+    monkeypatch.setattr(RaySweep, "opened", cluster)
+    with sweep(1).opened():
+        assert daemon.alive.exists()
+    assert not daemon.alive.exists()
+
+
+@UNIX
 def test_a_daemon_that_is_running_stays(daemon):
     daemon.alive.touch()
     with mps():
@@ -106,5 +128,5 @@ def test_a_daemon_that_is_running_stays(daemon):
 @UNIX
 def test_a_daemon_that_does_not_start_is_a_user_error(daemon):
     daemon.script.write_text("#!/bin/sh\necho no GPU >&2; exit 1\n")
-    with pytest.raises(UserError, match="no GPU; --threads does without it"), mps():
+    with pytest.raises(UserError, match="no GPU; without --processes"), mps():
         pass
