@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhassle.data.site.folder import SiteData
+from fedhassle.data.site.listing import file_of
 from fedhassle.data.site.validation import digests_of, groups_of
 from fedhassle.errors import require
 from fedhassle.predict.model import Prediction, TrainedModel
@@ -80,7 +81,7 @@ class Proposal(NamedTuple):
     """An image to label."""
 
     row: int  # in the site's data
-    file: str
+    name: str  # of the picture: its file, or a frame of it
     uncertainty: float
     disagreement: float
     guesses: dict[str, str]  # class by prediction
@@ -97,18 +98,24 @@ def unlabelled_rows(site: SiteData) -> Numbers:
 def proposals(
     site: SiteData, rows: Numbers, predictions: Mapping[str, Prediction], model: TrainedModel, count: int
 ) -> list[Proposal]:
-    """Returns up to `count` of these rows to label, by a model's predictions of them, in order."""
+    """Returns up to `count` of these rows to label, by a model's predictions of them, in order.
+
+    The frames of a file have one label: the frame with the highest score stands for the file.
+    """
     main, doubt = predictions[model.method.headline], doubts(predictions, model.method.headline)
+    order = np.argsort(-doubt.score, kind="stable")
+    _, first = np.unique([file_of(site.files[rows[k]]) for k in order], return_index=True)
+    alone = np.sort(order[first])
     known = np.zeros(len(site.x), np.uint64) if site.patients is None else site.patients
     groups, _ = groups_of(known[rows], digests_of(site.x[rows]))  # copies of an image are one patient's
     return [
         Proposal(
             row=int(rows[k]),
-            file=site.files[rows[k]],
+            name=site.files[rows[k]],
             uncertainty=float(doubt.uncertainty[k]),
             disagreement=float(doubt.disagreement[k]),
             guesses={mode: model.class_names[one.classes[k]] for mode, one in predictions.items()},
             probability=float(main.probabilities[k].max()),
         )
-        for k in spread(doubt.score, main.classes, count, groups)
+        for k in alone[spread(doubt.score[alone], main.classes[alone], count, groups[alone])]
     ]

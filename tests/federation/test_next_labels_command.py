@@ -1,15 +1,21 @@
 """`fedhassle federation next-labels`: the CSV can be filled in, and the page shows what it proposes."""
 
+import base64
 import csv
+import io
+import re
 
 import numpy as np
 import pytest
 import small
 from browser import browser, executable
+from dicom_files import write
 from PIL import Image
 
 import fedhassle
 from fedhassle.data.site.folder import ImageForm, read_site
+from fedhassle.data.site.pictures import read_picture
+from fedhassle.predict.next_labels import doubts_of
 
 CHECK = "document.getElementById('guesses').click()"
 SHOWN = "[...document.querySelectorAll('.guess')].filter(e => e.checkVisibility()).length"
@@ -89,3 +95,26 @@ def test_the_images_of_an_npz_have_thumbnails_too(finished, tmp_path):
     words = ["--data", tmp_path / "site.npz", "--out", tmp_path / "n.csv", "--page", tmp_path / "p.html"]
     code, _, err = small.call("federation", "next-labels", finished[0], *words)
     assert (code, err) == (0, "") and (tmp_path / "p.html").read_text("utf-8").count("data:image/png") == 5
+
+
+def test_the_frames_of_a_file_are_one_row_and_one_thumbnail(finished, tmp_path):
+    """They have one label, in the row of their file; the page shows the frame with the highest score."""
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    frames = np.random.default_rng(0).integers(0, 256, (5, 40, 40), dtype=np.uint8)
+    write(folder / "cine.dcm", frames, frames=5)
+    write(folder / "one.dcm", frames[0] // 2)
+    words = ["--data", folder, "--out", tmp_path / "n.csv"]
+    code, _, err = small.call("federation", "next-labels", finished[0], *words)
+    with (tmp_path / "n.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert (code, err) == (0, "") and sorted(row["file"] for row in rows) == ["cine.dcm", "one.dcm"]
+    model = fedhassle.load(finished[0])
+    site = read_site(folder, model.form)
+    doubt, _ = doubts_of(model, site.x)
+    best = int(doubt.score[:5].argmax())
+    page = (tmp_path / "n.html").read_text("utf-8")
+    shown = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r"base64,([^\"]+)", page)]
+    assert f"cine.dcm[{best}]" in page and f'href="{(folder / "cine.dcm").resolve().as_uri()}"' in page
+    larger = read_picture(folder / "cine.dcm", 224, 224, 1, frame=best).pixels[..., 0]
+    assert any(np.array_equal(np.asarray(one), larger) for one in shown) and len(shown) == 2

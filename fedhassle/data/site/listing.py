@@ -113,8 +113,14 @@ def frame_name(file: str, frame: int) -> str:
 
 
 def file_of(name: str) -> str:
-    """Returns the file of a picture by its name."""
-    return re.sub(r"\[\d+\]\Z", "", name)
+    """Returns the file whose label a picture has, by the picture's name; in an .npz each has its own."""
+    return re.sub(r"(?<!\.npz)\[\d+\]\Z", "", name, flags=re.IGNORECASE)
+
+
+def frame_of(name: str) -> int:
+    """Returns the number of a picture in its file, by the picture's name."""
+    found = re.search(r"\[(\d+)\]\Z", name)
+    return int(found[1]) if found else 0
 
 
 def first_of(problems: Sequence[Problem]) -> str:

@@ -13,6 +13,7 @@ from PIL import Image
 from fedhassle.data.npz import Images
 from fedhassle.data.site.folder import SiteData
 from fedhassle.data.site.intensities import IntensityRule, UnusableError
+from fedhassle.data.site.listing import file_of, frame_of
 from fedhassle.data.site.pictures import read_picture
 from fedhassle.federation.pages import page
 from fedhassle.files import atomic, write_text
@@ -28,7 +29,7 @@ def write_table(path: Path, chosen: Sequence[Proposal]) -> None:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(["file", "label", "uncertainty", "disagreement"])
         for one in chosen:
-            lines.writerow([one.file, "", f"{one.uncertainty:.4f}", f"{one.disagreement:.4f}"])
+            lines.writerow([file_of(one.name), "", f"{one.uncertainty:.4f}", f"{one.disagreement:.4f}"])
 
 
 def write_page(
@@ -44,9 +45,9 @@ def write_page(
         "next_labels",
         proposals=chosen,
         thumbnails=[
-            data_uri(thumbnail(data / one.file, site.x[one.row], model.intensities)) for one in chosen
+            data_uri(thumbnail(data, one.name, site.x[one.row], model.intensities)) for one in chosen
         ],
-        links=[(data / one.file if data.is_dir() else data).resolve().as_uri() for one in chosen],
+        links=[(data / file_of(one.name) if data.is_dir() else data).resolve().as_uri() for one in chosen],
         unlabelled=int((site.y < 0).sum()),
         data=str(data),
         class_names=model.class_names,
@@ -57,12 +58,13 @@ def write_page(
     write_text(path, text)
 
 
-def thumbnail(file: Path, pixels: Images, rule: IntensityRule) -> Images:
+def thumbnail(data: Path, name: str, pixels: Images, rule: IntensityRule) -> Images:
     """Returns what the model sees of an image, in more pixels if its file has them; else the model's own."""
     height, width, channels = pixels.shape
     scale = max(1.0, SIDE / max(height, width))
     try:
-        return read_picture(file, round(height * scale), round(width * scale), channels, rule).pixels
+        size = round(height * scale), round(width * scale), channels
+        return read_picture(data / file_of(name), *size, rule, frame_of(name)).pixels
     except UnusableError:
         return pixels
 
