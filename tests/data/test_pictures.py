@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedhassle.data.site import pictures
 from fedhassle.data.site.fitting import fitted
-from fedhassle.data.site.intensities import UnusableError
+from fedhassle.data.site.intensities import UnusableError, parsed_intensities
 from fedhassle.data.site.pictures import (
     FIRST_FRAME,
     SIXTEEN_BITS,
@@ -45,6 +45,22 @@ def test_a_picture_of_the_right_size_keeps_its_pixels(name, saved, rng):
     found = read_picture(path, 6, 8, 3)
     assert found.pixels.dtype == np.uint8 and (found.pixels == pixels).all() and found.converted == ()
     assert found.pixels.flags.writeable  # else PyTorch warns
+
+
+@pytest.mark.parametrize("head", ["P5", "P2"])
+def test_an_agreed_rule_is_for_the_values_in_a_pgm(head, tmp_path):
+    """Pillow scales them to 16 bits, in which 12 agreed bits would all be white."""
+    values = np.arange(4095, -1, -1)
+    words = " ".join(map(str, values)).encode()
+    body = values.astype(">u2").tobytes() if head == "P5" else words
+    (tmp_path / "x.pgm").write_bytes(b"%s 64 64 4095\n" % head.encode() + body)
+    for rule, expected in (
+        ("12 bits", values // 16),
+        ("window 100 3000", np.rint(255 * (np.clip(values, 100, 3000) - 100) / 2900)),
+        ("16 bits", values // 16),  # its own white
+    ):
+        found = read_picture(tmp_path / "x.pgm", 64, 64, 1, parsed_intensities(rule)).pixels
+        np.testing.assert_array_equal(found.ravel(), expected)
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x.pgm"])

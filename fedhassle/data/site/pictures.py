@@ -9,8 +9,8 @@ each change is reported:
 3. Grey of more than 8 bits becomes 0 … 255 by the agreed rule (`site.intensities`); without one, of 16 bits
    the upper 8 are kept, in grey and in colour, floats in [0, 1] become round(255·x), and other values are
    rejected, as are pictures that would keep few levels. PGM and PPM define their own white and are scaled to
-   8 or 16 bits by it; where 0 is white, as in some TIFF and DICOM files, the picture is inverted. 1-bit
-   pictures become black and white.
+   8 or 16 bits by it, unless another rule is agreed, which is for the values in the file. Where 0 is white,
+   as in some TIFF and DICOM files, the picture is inverted. 1-bit pictures become black and white.
 4. Transparent parts become white.
 5. Palettes, CMYK and other colour spaces become RGB; RGB becomes grey by ITU-R 601 luma, grey becomes RGB.
 6. A picture of another size is scaled (bicubic, with its proportions) until it covers the agreed size, and
@@ -85,8 +85,11 @@ def read_picture(
             if image.format in ("JPEG", "MPO"):
                 image.draft(None, (FINE * max(height, width),) * 2)
             with turns.turn(image.width * image.height):
-                inverted = _is_inverted(image)
-                whole = _eight_bits(_decoded(image, rule, notes), rule, inverted, notes)
+                inverted, white = _is_inverted(image), _own_white(image)
+                decoded = _decoded(image, rule, notes)
+                if white is not None and rule.bits != UNSTATED.bits:
+                    decoded = _unscaled(decoded, white)
+                whole = _eight_bits(decoded, rule, inverted, notes)
                 return Picture(fit(whole, height, width, channels, notes), info, tuple(notes))
     except UnusableError:
         raise
@@ -138,6 +141,18 @@ def _is_inverted(image: Any) -> bool:
     if image.format != "TIFF" or image.tag_v2.get(PHOTOMETRIC) != WHITE_IS_ZERO:
         return False
     return bool(image.mode == "F" or image.mode.startswith("I;16"))
+
+
+def _own_white(image: Any) -> int | None:
+    """Returns the value that is white in a deep grey PGM file, if it is not that of 16 bits."""
+    if image.format != "PPM" or image.mode != "I" or image.tile[0].codec_name == "raw":
+        return None
+    return int(image.tile[0].args[1])
+
+
+def _unscaled(image: Image.Image, white: int) -> Image.Image:
+    """Returns the values in a PGM file, which Pillow has scaled to 16 bits."""
+    return Image.fromarray(np.rint(np.asarray(image) * (white / (2**16 - 1))).astype(np.int32))
 
 
 def _orientation(image: Image.Image) -> int:
