@@ -505,7 +505,10 @@ def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):
 
 
 def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deployment):
-    """A wrong label changes nothing; the node says so, and takes the file when it is right."""
+    """A wrong label changes nothing; the node says so, and takes the file when it is right.
+
+    A node that is restarted then still validates on nothing: the run has trained on all of its images.
+    """
     deployment.orders({})
     number = deployment.submit("late", rounds=1000, every=1, minimum=3)
     deployment.until("late", lambda: deployment.events("late", "done"), "a round")
@@ -523,6 +526,15 @@ def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deploym
     wait_until_free(deployment.folder / "late", LIMIT)
     assert all(e["contributed"] == sorted(SITES) for e in deployment.events("late", "round"))
     assert "trained w_S" in log.read_text()
+    deployment.nodes[LATE].terminate()
+    deployment.nodes[LATE].wait()
+    number = deployment.submit("late", rounds=1000, every=1, minimum=3)
+    deployment.until("late", lambda: joined_late(deployment)[1:], "the restarted node")
+    stop(calls.link_of(deployment.files), number)
+    wait_until_free(deployment.folder / "late", LIMIT)
+    *_, event = joined_late(deployment)
+    assert [event[key] for key in ("labelled", "unlabelled", "validation")] == [20, 20, 0]
+    assert event["patients"] == 5 and event["validation_patients"] == 0
 
 
 def see_status(deployment):
@@ -546,9 +558,14 @@ def see_status(deployment):
         assert "The server answers" in page and page.count("online</span>") == len(SITES)
 
 
+def joined_late(deployment):
+    return [event for event in deployment.events("late", "joined") if event["site"] == LATE]
+
+
 def label_late(deployment, label):
     """Labels half of a site's images, ten seconds ago: its node waits until a file no longer changes."""
-    lines = ["file,label", *(f"{k:02}.tif,{label if k == 0 else 'abcd'[k % 4]}" for k in range(20))]
+    rows = (f"{k:02}.tif,{label if k == 0 else 'abcd'[k % 4]},{k // 4}" for k in range(20))
+    lines = ["file,label,patient", *rows]
     file, then = deployment.folder / LATE / "labels.csv", time.time() - 10
     file.with_suffix(".new").write_text("\n".join(lines))
     os.utime(file.with_suffix(".new"), (then, then))

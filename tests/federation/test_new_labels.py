@@ -8,6 +8,8 @@ import small
 from federations import ENGINE, FEW, FakeTransport, Flying, held, planned, terms
 from PIL import Image
 
+from fedhassle.data.site.patients import parsed_patients
+from fedhassle.data.site.validation import partition
 from fedhassle.federation.messages import Introduction, Payload, RefusedError, recounted
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
@@ -82,6 +84,22 @@ def test_images_that_come_later_wait_for_a_restart(watch, caplog):
     with caplog.at_level("INFO", "fedhassle"):
         assert made.changed().tolist() == [-1, 0, -1, -1]
     assert "1 images are not used" in caplog.text and "gone.png" in caplog.text
+
+
+@pytest.mark.parametrize("rule", ["column", "dicom"])
+def test_labels_without_a_patient_are_a_mistake_as_at_the_start(watch, rule, caplog):
+    """Otherwise the node would train on them, and not start again. Of DICOM files the headers count."""
+    made, write = watch
+    source = made.source._replace(patients=parsed_patients(rule))
+    patients = np.array([0, 7, 0, 0], np.uint64)  # of one file the header names it
+    made = LabelWatch(source, made.files, source.stamp(), made.now, patients)
+    write("file,label\n2.png,benign\n")
+    assert made.changed() is None and "the patient of 2.png is not known" in caplog.text
+    write("file,label\n1.png,benign\n")
+    found = made.changed()
+    assert found is None if rule == "column" else found.tolist() == [-1, 0, -1, -1]
+    write("file,label,patient\n1.png,benign,A\n2.png,benign,A\n")
+    assert made.changed().tolist() == [-1, 0, 0, -1]
 
 
 def test_an_npz_has_its_labels_for_good(tmp_path):
@@ -188,6 +206,29 @@ def test_a_site_trains_with_new_labels_as_one_that_started_with_them(tmp_path):
     mine, other = (node.answer("train", message) for node in (changed, fresh))
     assert mine.words == other.words and "labels" not in mine.words and mine.arrays.keys() == {"whole w"}
     assert (mine.arrays["whole w"] == other.arrays["whole w"]).all()
+
+
+@pytest.mark.parametrize("patients", [None, np.arange(1, 10**4, dtype=np.uint64) // 3 + 1])
+def test_a_run_validates_on_the_images_that_it_began_with_after_a_restart_too(patients, tmp_path):
+    """With more labels the draw would take images that the run has trained on; the next run draws anew."""
+    agreed, (x, y) = terms(validation=0.3), held(small.dataset(), FEW)["client 2"]
+    owners = None if patients is None else patients[: len(y)]
+    truth, few = np.arange(len(y)) % 4, np.where(np.arange(len(y)) % 2, np.arange(len(y)) % 4, -1)
+
+    def begun(labels, run):
+        node = SiteNode("north", agreed, x, labels, tmp_path, ENGINE, patients=owners)
+        told = node.answer("query", Payload({"run": run})).words
+        assert [told[key] for key in ("labelled", "unlabelled", "validation")] == [*map(len, node.rows)]
+        return node.rows
+
+    first, again, other = begun(few, "one"), begun(truth, "one"), begun(truth, "two")
+    assert again.validation.tolist() == first.validation.tolist() and len(first.validation)
+    assert not {*again.labelled} & {*first.validation} and len(again.labelled) > len(first.labelled)
+    fresh = partition(x, truth, 0.3, owners)
+    assert [rows.tolist() for rows in other] == [rows.tolist() for rows in fresh]
+    assert other.validation.tolist() != first.validation.tolist()
+    if owners is not None:
+        assert not {*owners[again.labelled]} & {*owners[again.validation]}
 
 
 def test_new_labels_of_unknown_patients_wait_for_a_restart(tmp_path, caplog):

@@ -46,6 +46,23 @@ def partition(x: Images, y: Labels, share: float, patients: Patients | None = No
     )
 
 
+def as_begun(x: Images, y: Labels, patients: Patients | None, begun: Numbers) -> Partition:
+    """Divides a site's images as a run began: those with these digests stay for validation, and no others.
+
+    Labels, patients and images may have changed since; images of the same patients stay without a use.
+    """
+    digests = digests_of(x)
+    mine = np.isin(digests, begun)
+    held = mine
+    if patients is not None:
+        groups, _ = groups_of(patients, digests)
+        held = np.isin(groups, groups[mine])
+    labelled = y >= 0
+    return Partition(
+        np.flatnonzero(labelled & ~held), np.flatnonzero(~labelled & ~held), np.flatnonzero(labelled & mine)
+    )
+
+
 def relabelled(uses: Partition, y: Labels) -> Partition:
     """Returns the uses under new labels: images to train on stay so, and validation images too if labelled.
 

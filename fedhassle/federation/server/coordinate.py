@@ -71,7 +71,7 @@ def coordinate(
             uid = identity(audit, agreement, str(test.resolve()) if isinstance(test, Path) else "")
             images = read_test_images(test, agreement) if isinstance(test, Path) else test
             rules = agreement.rules
-            sites = Sites(transport, agreement, audit, clock)
+            sites = Sites(transport, agreement, audit, clock, uid)
             there = sites.gather(rules.minimum_sites, min(INTRODUCTIONS, rules.wait))
             run = prepared(folder, agreement)
             start = resumed(run)

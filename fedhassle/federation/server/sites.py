@@ -58,7 +58,12 @@ class Sites:
     """The sites that have joined, by their own names: a node's number is random."""
 
     def __init__(
-        self, transport: Transport, agreement: Agreement, audit: Audit, clock: Clock | None = None
+        self,
+        transport: Transport,
+        agreement: Agreement,
+        audit: Audit,
+        clock: Clock | None = None,
+        run: str | None = None,
     ) -> None:
         self.transport, self.rules, self.audit = transport, agreement.rules, audit
         self.agreed, self.own = agreement_hash(agreement), own_code_in(agreement)
@@ -67,6 +72,8 @@ class Sites:
         # The classes of which sites report figures, if that is agreed.
         self.figures_of = () if agreement.data.class_figures is None else agreement.data.class_names
         self.clock = Clock() if clock is None else clock
+        # Names the run, so that a site that comes back in the middle of it validates on the same images.
+        self._query = {"kind": "query", **({} if run is None else {"run": run})}
         self.joined: dict[str, JoinedSite] = {}
         self._asked: dict[str, ConnectedNode] = {}  # by request: nodes that have not introduced themselves
         self._met: dict[ConnectedNode, float] = {}  # nodes that were asked, and the time to ask again
@@ -119,7 +126,7 @@ class Sites:
         self._met = {node: again for node, again in self._met.items() if node in nodes and again > now}
         self._asked = {request: node for request, node in self._asked.items() if node in nodes}
         new = sorted(nodes - self._met.keys())
-        query = Payload({"kind": "query"})
+        query = Payload(self._query)
         ids = self.transport.push(
             [SiteRequest(node.id, "query", query, "hello", self.rules.timeout) for node in new]
         )
@@ -149,7 +156,7 @@ class Sites:
         except RefusedError as refused:
             log.warning("%s is refused: %s", name, refused)
             self.audit.write("refused", site=name, why=str(refused))
-            told = Payload({"kind": "query", "refused": str(refused)})
+            told = Payload({**self._query, "refused": str(refused)})
             self.transport.push([SiteRequest(node.id, "query", told, "hello", self.rules.timeout)])
             return
         client = said.client

@@ -38,13 +38,14 @@ def site_node(config: Mapping[str, object]) -> SiteNode:
     name, data, file, memory = (str(config[key]) for key in CONFIG_KEYS)
     torch.set_num_threads(int(str(config.get("threads", 1))))
     agreement, labels = read_agreement(Path(file)), str(config.get("labels") or "")
-    source = LabelSource(Path(data), Path(labels) if labels else None, agreement.data.class_names)
+    agreed, label_file = agreement.data.form, Path(labels) if labels else None
+    source = LabelSource(Path(data), label_file, agreed.class_names, agreed.patients)
     before = source.stamp()  # first: the file may change while images are read
     secret = patient_secret(Path(memory).parent) if agreement.data.patients else b""
-    site = read_site(source.images, agreement.data.form, source.label_file, secret=secret)
+    site = read_site(source.images, agreed, label_file, secret=secret)
     log_problems(site)
     engine = engine_of(agreement, str(config.get("device", "auto")))
-    watch = LabelWatch(source, site.files, before)
+    watch = LabelWatch(source, site.files, before, patients=site.patients)
     audit = Path(str(config["audit"])) if config.get("audit") else None
     images, place = (site.x, site.y), Path(memory)
     signer = read_signer(Path(str(config["key"])), Path(file).parent / PEERS) if config.get("key") else None

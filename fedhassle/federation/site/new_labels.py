@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.labels import folder_labels
-from fedhassle.data.site.listing import file_of, find_images, find_label_file, printable
+from fedhassle.data.site.listing import ImageFiles, file_of, find_images, find_label_file, printable
+from fedhassle.data.site.patients import UNKNOWN, PatientRule, Patients, folder_patients, known_patients
 from fedhassle.errors import UserError
 from fedhassle.files import Stamp, stamp
 
@@ -27,6 +28,7 @@ class LabelSource(NamedTuple):
     images: Path
     label_file: Path | None
     class_names: Sequence[str]
+    patients: PatientRule | None = None  # None: patients are not asked for
 
     def stamp(self) -> Stamp:
         """Returns size and modification time of the label file; zeros if there is none, as for an .npz."""
@@ -35,23 +37,49 @@ class LabelSource(NamedTuple):
         file = self.label_file or find_label_file(self.images)
         return (0, 0) if file is None else stamp(file)
 
-    def read(self) -> dict[str, int]:
-        """Reads the label of each image by its name; logs the rows without an image."""
+    def read(self, identified: Mapping[str, bool]) -> dict[str, int]:
+        """Reads the label of each image by its name; logs the rows without an image.
+
+        `identified`: the images that the node has read, and whether it knows their patients.
+        """
         found = find_images(self.images, self.label_file)
         y, problems = folder_labels(self.images, found, self.class_names, self.label_file)
+        self._require_patients(found, y, identified)
         for problem in problems:
             log.warning("skipped %s: %s", problem.path, problem.what)
         return dict(zip(map(printable, found.files), y.tolist(), strict=True))
+
+    def _require_patients(self, found: ImageFiles, y: Labels, identified: Mapping[str, bool]) -> None:
+        """Raises for a labelled image without a known patient, as the start of a node does.
+
+        Of DICOM files, those count that the node has read; new files wait for its restart.
+        """
+        if self.patients is None:
+            return
+        names = list(map(printable, found.files))
+        old = np.array([name in identified for name in names])
+        named = np.array([self.patients.dicom and identified.get(name, False) for name in names])
+        people = folder_patients(self.patients, found, self.label_file, b"")
+        people[named] = 1  # any number but UNKNOWN
+        known_patients(self.patients, people, np.where(old, y, -1), found.files, str(self.images))
 
 
 class LabelWatch:
     """Notices when the labels of the images that a node has read change; `seen`: the stamp before that."""
 
     def __init__(
-        self, source: LabelSource, files: Sequence[str], seen: Stamp, now: Callable[[], float] = time.time
+        self,
+        source: LabelSource,
+        files: Sequence[str],
+        seen: Stamp,
+        now: Callable[[], float] = time.time,
+        patients: Patients | None = None,
     ) -> None:
         self.source, self.files, self.now = source, files, now
         self._seen = seen
+        known = [False] * len(files) if patients is None else (patients != UNKNOWN).tolist()
+        self._identified = dict(zip(files, known, strict=True))
+        self._identified |= dict(zip(map(file_of, files), known, strict=True))  # of frames, their file
 
     def changed(self) -> Labels | None:
         """Returns the labels of all images if the file has changed; None otherwise.
@@ -63,7 +91,7 @@ class LabelWatch:
             if found == self._seen or self.now() - found[1] / 1e9 < SETTLED:
                 return None
             self._seen = found
-            label = self.source.read()
+            label = self.source.read(self._identified)
         except UserError as error:
             log.warning("the labels have changed and cannot be used, those before stay in use: %s", error)
             return None

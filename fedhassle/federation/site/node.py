@@ -41,6 +41,7 @@ from fedhassle.federation.messages import (
     unpacked,
     update_words,
 )
+from fedhassle.federation.site.begun import uses_in
 from fedhassle.federation.site.leaving import AnswerLog, outward
 from fedhassle.federation.site.masked import MaskedRounds
 from fedhassle.federation.site.plan import PLAN, agreed_method, require_lengths
@@ -112,6 +113,7 @@ class SiteNode:
         self._new_labels = new_labels
         self._next: Holding | None = None  # with labels that the server does not count yet
         self._run: SiteRun | None = None
+        self._drawn_for: object = None  # the run for which validation images were drawn last
 
     def _holding(self, x: np.ndarray, y: Labels) -> Holding:
         """The site's images with these labels; none that may have been trained on goes to validation."""
@@ -184,6 +186,24 @@ class SiteNode:
         known = counts in (None, self._counts(self._now))
         require(known, "its labels have changed; it takes part again when the server has counted them")
 
+    def _draw_for(self, run: object) -> None:
+        """Draws validation images when a run begins, and the same ones after a restart in its middle."""
+        if run in (None, self._drawn_for):
+            return
+        folder, x, y = self._memory_of(run), self.dataset.x_train, self.dataset.y_train
+        self._tidy(folder)
+        self._uses = uses_in(folder, x, y, self.agreement.data.validation, self.patients)
+        self.dataset, self.rows, self.client = self._holding(x, y)
+        if self._next is not None:
+            self._next = self._holding(x, self._next.dataset.y_train)
+        self._run, self._drawn_for = None, run
+
+    def _memory_of(self, run: object) -> Path:
+        """The folder of what is kept for a run."""
+        sound = isinstance(run, str) and run.isalnum() and run.isascii() and len(run) <= 64
+        require(sound, f"{str(run)[:64]!r} cannot name a run: expected letters and digits")
+        return self.memory / str(run)
+
     def _counts(self, held: Holding) -> dict[str, int]:
         """The numbers of images that the server may know: coarse if that is agreed, 1 if they are hidden."""
         hidden = self.masks is not None and self.masks.terms.hide
@@ -198,6 +218,7 @@ class SiteNode:
         if "refused" in payload.words:
             log.warning("the server refuses this site: %s", " ".join(str(payload.words["refused"]).split()))
         self._use_labels(None)
+        self._draw_for(payload.words.get("run"))
         return Payload(
             {
                 "site": self.name,
@@ -224,6 +245,7 @@ class SiteNode:
 
     def train(self, payload: Payload) -> Payload:
         """Trains for a round, or takes one of the steps of a round under masks."""
+        self._draw_for(payload.words.get("run"))
         self._use_labels(payload.words.get("counts"))
         if self.masks is not None:
             return self.masks.answer(payload, lambda: self._trained(payload))
@@ -261,6 +283,7 @@ class SiteNode:
 
     def evaluate(self, payload: Payload) -> Payload:
         """Evaluates a model on the site's validation images."""
+        self._draw_for(payload.words.get("run"))
         self._use_labels(payload.words.get("counts"))
         run, rows = self._run_of(payload.words), self.rows.validation
         require(len(rows) > 0, "this site has no validation images")
@@ -299,12 +322,9 @@ class SiteNode:
         return self._run
 
     def _begin(self, plan: str, words: Mapping[str, Any]) -> SiteRun:
-        run, seed = str(words["run"]), count_of(words["seed"], "seed")
-        sound = run.isalnum() and run.isascii() and len(run) <= 64
-        require(sound, f"{run[:64]!r} cannot name a run: expected letters and digits")
+        seed, folder = count_of(words["seed"], "seed"), self._memory_of(words["run"])
         method = agreed_method(self.agreement, self.dataset, words)
-        folder = self.memory / run
-        self._tidy(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         split = Split((self.rows.labelled,), (self.rows.unlabelled,))
         simulator = Simulator(
             self.dataset, split, seed, self.engine, client_state=ClientState(folder), names=(self.name,)
