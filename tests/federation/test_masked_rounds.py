@@ -171,10 +171,18 @@ def test_the_sites_noise_adds_up_to_what_the_account_assumes(tmp_path):
     assert noise.std() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(noise)))
 
 
-def test_each_sites_share_of_the_noise_is_enough_with_the_fewest_survivors():
-    members = {str(k): Member(b"", b"", {}) for k in range(5)}
-    one = deviation(members, MaskTerms(2.0, 1.5))
-    assert math.sqrt(3) * one * 5 >= 1.5 * 2.0  # three of five survive
+@pytest.mark.parametrize(("sites", "entries", "noise"), [(5, 100, 1.5), (1000, 10**7, 1.0), (10, 10**7, 100)])
+def test_each_sites_share_of_the_noise_is_enough_with_the_fewest_survivors(sites, entries, noise):
+    """Noise of z times the longest part that a site can send: C/n, and half a step of rounding in each entry.
+
+    A step is the largest sum, C·(1 + 17·z/n), over 2³¹.
+    """
+    members = {str(k): Member(b"", b"", {}) for k in range(sites)}
+    one = deviation(members, entries, MaskTerms(2.0, noise))
+    longest = 2.0 / sites + 2.0 * (1 + 17 * noise / sites) / 2**31 / 2 * math.sqrt(entries)
+    least = sites // 2 + 1  # that survive
+    assert math.sqrt(least) * one == pytest.approx(noise * longest, rel=1e-6)
+    assert math.sqrt(least) * one >= noise * longest
 
 
 # What is refused

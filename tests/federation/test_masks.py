@@ -9,6 +9,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation.masks.protocol import (
     OWN_KEY,
     Masker,
+    connected,
     least_survivors,
     neighbours,
     points,
@@ -52,13 +53,13 @@ def test_too_few_shares_tell_nothing_of_a_secret():
 def test_numbers_are_rounded_to_a_step_and_wrap_around(rng):
     values = rng.uniform(-2, 2, 1000)
     step = step_of(2.0, 7)
-    back = decoded(encoded(values, step, 2.0), step)
-    assert np.abs(back - values).max() <= step / 2
-    assert encoded(np.array([-step]), step, 2.0)[0] == 2**32 - 1
+    back = decoded(encoded(values, 0.3, step, 2.0), step)
+    assert np.abs(back - 0.3 * values).max() <= step / 2
+    assert encoded(np.array([-step]), 1, step, 2.0)[0] == 2**32 - 1
     with pytest.raises(UserError, match=r"changed by 2\.5, and masks allow 2"):
-        encoded(np.array([0.0, -2.5]), step, 2.0)
+        encoded(np.array([0.0, -2.5]), 0.1, step, 2.0)  # so that the sum of all shares cannot wrap around
     with pytest.raises(UserError, match="nan"):
-        encoded(np.array([np.nan]), step, 2.0)
+        encoded(np.array([np.nan]), 1, step, 2.0)
 
 
 def test_a_stream_depends_on_its_seed_and_its_model():
@@ -159,6 +160,30 @@ def test_neighbours_are_mutual_and_few_among_many():
     assert neighbours({n: Masker(n, CONTEXT).public({"w": 1}) for n in members}, 12) != near  # not by name
 
 
+def sending(models):
+    """The members of a round, by the models that each sends."""
+    return {name: Masker(name, CONTEXT).public(dict.fromkeys(sent, 1)) for name, sent in models.items()}
+
+
+def test_the_few_that_send_a_model_are_neighbours_even_among_many():
+    """Of 60 sites five send v, and with twelve neighbours each all of them hide what the others sent."""
+    few = {"7", "19", "30", "41", "58"}
+    near = neighbours(sending({n: "wv" if n in few else "w" for n in map(str, range(60))}), 12)
+    for name in few:
+        assert few - {name} <= set(near[name])
+
+
+def test_a_model_stays_under_masks_if_senders_are_left_without_a_common_neighbour():
+    """Of 100 sites all neighbours of one drop out: beside the sum of the others it would show its own."""
+    members = sending(dict.fromkeys(map(str, range(100)), "w"))
+    alone = members.keys() - set(neighbours(members)["7"])
+    assert len(alone) >= least_survivors(members)
+    assert summed(members, alone) == [] and summed(members, alone - {"7"}) == ["w"]
+    near = {"a": ["b"], "b": ["a", "c"], "c": ["b"], "d": []}
+    assert connected(["a", "b", "c"], near) and connected(["d"], near)
+    assert not connected(["a", "c"], near) and not connected(["a", "b", "d"], near)
+
+
 # The transcript of the server
 
 
@@ -181,6 +206,22 @@ def test_a_single_vector_cannot_be_recovered_from_the_transcript(rng):
         assert all(OWN_KEY not in found for found in shares.values())
     assert not uniform(np.zeros(size, WORD))
     assert not done.sum()["w"].any()
+
+
+def test_what_two_of_many_sent_cannot_be_told_apart(rng):
+    """Of 36 sites, two send v: without the masks that were revealed, only their sum is left."""
+    size = 20_000
+    vectors = {f"site {k:02}": {"w": np.zeros(1, WORD)} for k in range(36)}
+    for name in ("site 04", "site 23"):
+        vectors[name]["v"] = np.zeros(size, WORD)
+    done = Exchange(vectors)
+    place, near = points(done.members), neighbours(done.members)
+    for name in ("site 04", "site 23"):
+        shares = {place[peer]: told.shares.get(name, {}).get("v") for peer, told in done.revealed.items()}
+        known = {x: share for x, share in shares.items() if share is not None}
+        seed = join(known, threshold(len(near[name]) + 1))
+        assert uniform(done.masked[name]["v"] - stream(seed, "v", size))
+    assert not done.sum()["v"].any()
 
 
 def test_the_masks_stay_if_too_few_shares_are_revealed(rng):
@@ -207,6 +248,25 @@ def test_a_site_never_reveals_twice_nor_for_too_few(rng):
     with pytest.raises(UserError, match="6 sites are left"):
         site.reveal([*vectors, "stranger"])
     assert site.reveal(vectors).shares.keys() == vectors.keys()
+
+
+def test_a_site_sends_its_vectors_once(rng):
+    """Two under the same masks would show their difference: the server could send another model to train."""
+    done = Exchange(random_vectors(rng, 3))
+    with pytest.raises(UserError, match="has sent its vectors of this round already"):
+        done.sites["site 00"].masked({}, {"w": np.zeros(50, WORD)})
+
+
+@pytest.mark.parametrize("changed", [{"w": 9}, {"w": 1, "v": 1}])
+def test_sites_that_were_told_different_tables_notice(changed, rng):
+    """A server could tell one site that its weight is large, and the others that it is small."""
+    vectors = random_vectors(rng, 3)
+    sites = {name: Masker(name, CONTEXT) for name in vectors}
+    members = {name: site.public({"w": 1}) for name, site in sites.items()}
+    other = {**members, "site 02": members["site 02"]._replace(models=changed)}
+    blobs = {name: site.share(other if name == "site 00" else members) for name, site in sites.items()}
+    with pytest.raises(UserError, match="the server told it of other sites"):
+        sites["site 01"].masked({"site 00": blobs["site 00"]["site 01"]}, vectors["site 01"])
 
 
 def test_a_site_refuses_a_round_that_protects_nobody_or_that_was_tampered_with(rng):

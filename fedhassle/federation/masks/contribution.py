@@ -17,7 +17,6 @@ from fedhassle.robust import PAIR, clipped_jointly, differences, joint_norm
 from fedhassle.vectors import Arrays
 
 LIMIT = 512.0  # largest change of an entry, if updates are not clipped
-ROUNDING = 1.0001  # factor on the noise: rounding to integers lengthens an update by less
 DEVIATIONS = 17.0  # of the noise that fit beside an update: √2 for sites too many, times 12
 
 
@@ -74,29 +73,34 @@ def contribution(
             f"this site would have {share:.0%} of the weight of {model}: the sum would show what it sent",
         )
         values = changes[model].double().cpu().numpy() if trained else np.zeros(lengths[model])
-        values = values * share
         if terms.counted:
-            values = np.append(values, limit * share if trained else 0.0)
-        numbers = encoded(values, step, limit)
-        found[model] = numbers + noise_of(len(numbers), members, terms, step)
+            values = np.append(values, limit if trained else 0.0)
+        numbers = encoded(values, share, step, limit)
+        found[model] = numbers + noise_of(len(numbers), members, sum(lengths.values()), terms)
     return found
 
 
-def deviation(members: Members, terms: MaskTerms) -> float:
-    """The standard deviation of the noise that one site adds: the fewest survivors have enough together."""
+def deviation(members: Members, entries: int, terms: MaskTerms) -> float:
+    """The standard deviation of the noise that one site adds: the fewest survivors have enough together.
+
+    What they hide is a site's n-th part of an update of norm C, lengthened by the rounding of its entries.
+    """
     assert terms.clip is not None
-    return ROUNDING * terms.noise * terms.clip / len(members) / math.sqrt(least_survivors(members))
+    step = step_of(terms.limit(len(members)), len(members))
+    longest = terms.clip / len(members) + step / 2 * math.sqrt(entries)
+    return terms.noise * longest / math.sqrt(least_survivors(members))
 
 
-def noise_of(size: int, members: Members, terms: MaskTerms, step: float) -> np.ndarray:
-    """A site's own noise, as numbers of the ring.
+def noise_of(size: int, members: Members, entries: int, terms: MaskTerms) -> np.ndarray:
+    """A site's own noise for a model, as numbers of the ring; `entries`: of all models.
 
-    A rounded normal number differs from a discrete Gaussian one of millions of steps by less than float64
+    A rounded normal number differs from a discrete Gaussian one of thousands of steps by less than float64
     can tell, and the sum of such numbers is one again (Kairouz et al., 2021).
     """
     if not terms.noise:
         return wrapped(np.zeros(size))
-    return wrapped(np.rint(deviation(members, terms) / step * secret_normals(size)))
+    step = step_of(terms.limit(len(members)), len(members))
+    return wrapped(np.rint(deviation(members, entries, terms) / step * secret_normals(size)))
 
 
 def means_of(
@@ -145,9 +149,9 @@ def require_length(
         max((share_of(name, model, members, terms) for model in members[name].models), default=0.0)
         for name in survivors
     ]
-    entries = sum(lengths[model] for model in sums)
+    entries = sum(lengths.values())
     rounding = step * len(members) * math.sqrt(entries)
-    noise = deviation(members, terms) * math.sqrt(len(survivors)) * (math.sqrt(entries) + 8)
+    noise = deviation(members, entries, terms) * math.sqrt(len(survivors)) * (math.sqrt(entries) + 8)
     allowed = terms.clip * sum(shares) + rounding + noise
     if found > allowed:
         raise ValueError(

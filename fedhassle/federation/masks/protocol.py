@@ -22,6 +22,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.federation.masks.ring import WORD, derived, stream
 from fedhassle.federation.masks.shares import SECRET, SHARE, join, split
 from fedhassle.federation.masks.signatures import Signer
+from fedhassle.federation.messages import to_json
 
 DEGREE = 32  # neighbours of a site; with fewer sites, all others
 LEAST_SITES = 3  # of two, each knows the other's vector from the sum
@@ -57,15 +58,28 @@ def least_survivors(members: Members) -> int:
 
 
 def neighbours(members: Members, degree: int = DEGREE) -> dict[str, tuple[str, ...]]:
-    """The sites that each shares masks and secrets with: a ring in an order that no one site can choose."""
+    """The sites that each shares masks and secrets with: in a ring of all, and in one of a model's senders.
+
+    The order of a ring is one that no one site can choose. Without the rings of senders, the few that send a
+    model might be no neighbours, and nothing but a mask that is revealed would hide what each sent.
+    """
     everyone = b"".join(member.mask for _, member in sorted(members.items()))
-    ring = sorted(members, key=lambda name: hashlib.sha256(everyone + name.encode()).digest())
-    half = min(degree // 2, len(ring) // 2)
-    reach = [*range(-half, 0), *range(1, half + 1)]
-    return {
-        name: tuple(sorted({ring[(i + d) % len(ring)] for d in reach} - {name}))
-        for i, name in enumerate(ring)
-    }
+    order = sorted(members, key=lambda name: hashlib.sha256(everyone + name.encode()).digest())
+    groups = {frozenset(members), *map(frozenset, senders(members, members).values())}
+    near = {name: set[str]() for name in order}
+    for group in groups:
+        ring = [name for name in order if name in group]
+        half = min(degree // 2, len(ring) // 2)
+        for i, name in enumerate(ring):
+            near[name] |= {ring[(i + d) % len(ring)] for d in range(-half, half + 1)}
+    return {name: tuple(sorted(found - {name})) for name, found in near.items()}
+
+
+def senders(members: Members, survivors: Iterable[str]) -> dict[str, list[str]]:
+    """By model, the survivors that sent it."""
+    there = sorted(survivors)
+    models = sorted({model for name in there for model in members[name].models})
+    return {model: [name for name in there if model in members[name].models] for model in models}
 
 
 def threshold(holders: int) -> int:
@@ -76,6 +90,18 @@ def threshold(holders: int) -> int:
 def points(members: Members) -> dict[str, int]:
     """Where each site's shares lie on a polynomial."""
     return {name: i for i, name in enumerate(sorted(members), 1)}
+
+
+def bound(members: Members, context: str) -> str:
+    """A context that the whole table of a round is part of: sites that were told different ones share no key.
+
+    Otherwise a server could tell one site that others hide its model, and these that they do not send it.
+    """
+    table = {
+        name: [member.cipher.hex(), member.mask.hex(), dict(member.models)]
+        for name, member in members.items()
+    }
+    return f"{context} {hashlib.sha256(to_json(table).encode()).hexdigest()}"
 
 
 class Masker:
@@ -89,7 +115,8 @@ class Masker:
         self._near: dict[str, tuple[str, ...]] = {}
         self._seeds: dict[str, bytes] = {}  # own masks, by model
         self._held: dict[str, dict[str, bytes]] = {}  # others' shares, by owner
-        self._revealed = False
+        self._bound = ""  # the context, and the table of the round
+        self._sent = self._revealed = False
 
     def public(self, models: Mapping[str, int]) -> Member:
         """Step 1: its public keys, and the models that it will send."""
@@ -116,6 +143,7 @@ class Masker:
         require(len(set(keys)) == len(keys), "two sites of this round have the same key")
         assert mine is not None
         self.members, self._near = dict(members), neighbours(members)
+        self._bound = bound(members, self.context)
         self._seeds = {model: secrets.token_bytes(SECRET) for model in mine.models}
         place, holders = points(members), self._holders(self.name)
         named = {OWN_KEY: self._mask.private_bytes_raw(), **self._seeds}
@@ -128,8 +156,12 @@ class Masker:
         return {peer: self._encrypted(peer, blob) for peer, blob in packed.items()}
 
     def masked(self, received: Mapping[str, bytes], vectors: Vectors) -> Vectors:
-        """Step 3: its vectors under masks, after it has read the shares that its neighbours sent."""
+        """Step 3: its vectors under masks, after it has read the shares that its neighbours sent; once.
+
+        The difference of two vectors under the same masks would show itself.
+        """
         require(bool(self.members), "the round began without this site")
+        require(not self._sent, "this site has sent its vectors of this round already")
         mine = self.members[self.name]
         require(vectors.keys() == mine.models.keys(), "this site sends other models than it announced")
         for peer, blob in received.items():
@@ -140,12 +172,13 @@ class Masker:
             holders >= threshold(len(self._holders(self.name))),
             f"only {holders} of this site's neighbours are left, too few for masks",
         )
+        self._sent = True
         found = {}
         for model, vector in vectors.items():
             total = vector + stream(self._seeds[model], model, len(vector))
             for peer in self._held.keys() - {self.name}:
                 if model in self.members[peer].models:
-                    seed = pair_seed(self._mask, self.members[peer].mask, self.context)
+                    seed = pair_seed(self._mask, self.members[peer].mask, self._bound)
                     total = add(total, stream(seed, model, len(vector)), self.name < peer)
             found[model] = total.astype(WORD)
         return found
@@ -153,7 +186,7 @@ class Masker:
     def reveal(self, survivors: Iterable[str]) -> Revealed:
         """Step 4: for each neighbour the share of its own masks if it survived, else of its key; once.
 
-        A model that fewer than two survivors sent keeps its masks: its sum would be one site's vector.
+        A model whose sum would show what one site sent keeps its masks (`summed`).
         """
         there = set(survivors)
         require(not self._revealed, "this site has revealed its shares of this round already")
@@ -191,11 +224,13 @@ class Masker:
         try:
             return self._box(peer).decrypt(blob[:NONCE], blob[NONCE:], f"{peer}\0{self.name}".encode())
         except InvalidTag as error:
-            raise UserError(f"the shares of {peer} were changed on their way") from error
+            raise UserError(
+                f"the shares of {peer} were changed on their way, or the server told it of other sites"
+            ) from error
 
     def _box(self, peer: str) -> ChaCha20Poly1305:
         agreed = self._cipher.exchange(X25519PublicKey.from_public_bytes(self.members[peer].cipher))
-        return ChaCha20Poly1305(derived(agreed, f"shares {self.context}"))
+        return ChaCha20Poly1305(derived(agreed, f"shares {self._bound}"))
 
 
 def pair_seed(key: X25519PrivateKey, peer: bytes, context: str) -> bytes:
@@ -210,10 +245,26 @@ def add(total: np.ndarray, mask: np.ndarray, positive: bool) -> np.ndarray:
 
 
 def summed(members: Members, survivors: Iterable[str]) -> list[str]:
-    """The models whose sum is revealed: those that at least two survivors sent."""
-    there = [members[name].models for name in survivors]
-    names = sorted({model for models in there for model in models})
-    return [model for model in names if sum(model in models for models in there) >= LEAST_SENDERS]
+    """The models whose sum is revealed: that at least two survivors sent, and whose masks tie all of these.
+
+    Senders that others have left without a common neighbour would show the sum of each part by itself.
+    """
+    near = neighbours(members)
+    return [
+        model
+        for model, there in senders(members, survivors).items()
+        if len(there) >= LEAST_SENDERS and connected(there, near)
+    ]
+
+
+def connected(names: Sequence[str], near: Mapping[str, Sequence[str]]) -> bool:
+    """True if each of some sites is reached from any other over neighbours among them."""
+    left, reached = set(names[1:]), list(names[:1])
+    while reached:
+        found = left.intersection(near[reached.pop()])
+        left -= found
+        reached += found
+    return not left
 
 
 def unmasked(
@@ -225,9 +276,10 @@ def unmasked(
 ) -> Vectors:
     """The sum of the survivors' vectors, by model; raises ValueError if too few shares were revealed.
 
-    `sharing`: the sites that sent shares in step 2; `masked`: the vectors of those that survived step 3.
+    `sharing`: the sites that sent shares in step 2; `masked`: the vectors of those that survived step 3;
+    `context`: of the run and the round.
     """
-    place, near = points(members), neighbours(members)
+    place, near, context = points(members), neighbours(members), bound(members, context)
 
     def secret(owner: str, name: str) -> bytes:
         given = {
@@ -241,9 +293,9 @@ def unmasked(
     keys = {name: X25519PrivateKey.from_private_bytes(secret(name, OWN_KEY)) for name in dropped}
     sums = {}
     for model in summed(members, masked):
-        senders = [name for name in masked if model in masked[name]]
-        total = np.zeros_like(masked[senders[0]][model])
-        for name in senders:
+        there = [name for name in masked if model in masked[name]]
+        total = np.zeros_like(masked[there[0]][model])
+        for name in there:
             total = total + masked[name][model]
             total = total - stream(secret(name, model), model, len(total))
             for gone in dropped:

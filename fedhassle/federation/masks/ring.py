@@ -18,15 +18,15 @@ def step_of(limit: float, sites: int) -> float:
     return limit / (HALF - sites)  # each site's rounding may add a half
 
 
-def encoded(values: np.ndarray, step: float, limit: float) -> np.ndarray:
-    """Values within ±limit as numbers of the ring, each rounded to the nearest."""
+def encoded(values: np.ndarray, share: float, step: float, limit: float) -> np.ndarray:
+    """A share of values within ±limit as numbers of the ring, each rounded to the nearest."""
     largest = float(np.abs(values).max(initial=0.0))
     if not largest <= limit:
         raise UserError(
             f"an entry of this site's update changed by {largest:.3g}, and masks allow {limit:.3g}: set "
             "privacy.clip in federation.toml, or a smaller method.lr"
         )
-    return wrapped(np.rint(values / step))
+    return wrapped(np.rint(share * values / step))
 
 
 def wrapped(numbers: np.ndarray) -> np.ndarray:
