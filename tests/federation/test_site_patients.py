@@ -16,7 +16,7 @@ from fedhassle.federation.site.configured import SECRET, site_node
 from fedhassle.predict.scores import wilson
 
 
-def site(tmp_path, patients="column", **terms):
+def site(tmp_path, patients="column", run="", **terms):
     """The configuration of a site with 29 patients of four images each, one of them unlabelled."""
     folder, rng, rows = tmp_path / "images", np.random.default_rng(0), []
     folder.mkdir()
@@ -25,8 +25,8 @@ def site(tmp_path, patients="column", **terms):
         rows.append([f"{k:03}.png", "" if k % 4 == 3 else "ab"[k // 4 % 2], f"Patient {k // 4:02} of ours"])
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("file", "label", "patient"), *rows])
-    agreement = federations.terms()
-    data = replace(agreement.data, patients=patients, validation=0.1, **terms)
+    agreement = federations.terms(run=run)
+    data = replace(agreement.data, **{"patients": patients, "validation": 0.1} | terms)
     write_agreement(replace(agreement, data=data), tmp_path / "federation.toml")
     words = {"data": "images", "file": "federation.toml", "memory": "node/memory"}
     return {"site": "north", "device": "cpu"} | {key: str(tmp_path / word) for key, word in words.items()}
@@ -59,6 +59,13 @@ def test_a_site_without_an_agreement_on_patients_draws_by_pixels_and_counts_none
 def test_numbers_of_patients_are_coarse_if_agreed(tmp_path):
     told = site_node(site(tmp_path, coarse_counts=True)).introduce(Payload({})).words
     assert (told["patients"], told["validation_patients"]) == (32, 4)
+
+
+def test_sites_that_hide_their_counts_tell_no_numbers_of_patients(tmp_path):
+    run = "method.name = 'fedavg'\nprivacy = {masks = true, hide = true}\n"
+    told = site_node(site(tmp_path, run=run, validation=0.0)).introduce(Payload({})).words
+    assert (told["labelled"], told["unlabelled"], told["validation"]) == (1, 1, 0)
+    assert not {"patients", "validation_patients"} & told.keys()
 
 
 def test_the_server_reads_numbers_of_patients_and_refuses_impossible_ones(tmp_path):

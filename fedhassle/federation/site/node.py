@@ -206,12 +206,17 @@ class SiteNode:
 
     def _counts(self, held: Holding) -> dict[str, int]:
         """The numbers of images that the server may know: coarse if that is agreed, 1 if they are hidden."""
-        hidden = self.masks is not None and self.masks.terms.hide
+        hidden = self._hides
         return {
             "labelled": 1 if hidden else self._reported(held.client.labelled),
             "unlabelled": 1 if hidden else self._reported(held.client.unlabelled),
             "validation": self._reported(len(held.rows.validation)),
         }
+
+    @property
+    def _hides(self) -> bool:
+        """True if sites hide how many images they have."""
+        return self.masks is not None and self.masks.terms.hide
 
     def introduce(self, payload: Payload) -> Payload:
         """Reports the site's name and counts; logs the reason if the server refuses it."""
@@ -230,8 +235,8 @@ class SiteNode:
         )
 
     def _patients(self) -> dict[str, int]:
-        """The numbers of patients as they leave the site; none if it knows no patients."""
-        if self.patients is None:
+        """The numbers of patients as they leave the site; none if it knows none, or hides its counts."""
+        if self.patients is None or self._hides:
             return {}
         used = np.concatenate(self.rows)
         return {
