@@ -18,6 +18,8 @@ from fedhassle.federation.masks import contribution
 from fedhassle.federation.masks.contribution import LIMIT, MaskTerms, deviation
 from fedhassle.federation.masks.protocol import Member
 from fedhassle.federation.masks.ring import step_of
+from fedhassle.federation.report import read_report, report_page
+from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.robust import differences, joint_norm
 from fedhassle.vectors import all_finite
@@ -284,3 +286,40 @@ def test_rounds_that_a_crash_undid_count_in_the_account(tmp_path):
     assert [step.t for step in coordinate(transport, agreed, tmp_path / "run")] == [1, 2, 3]
     told = small.summary_of(tmp_path / "run")["privacy"]
     assert told["epsilon"] == spent(4.0, 1.0, 5, 1e-5) and told["rate"] == 1.0
+    assert [line["delta"] for line in small.metrics_of(tmp_path / "run")] == [1e-5]
+
+
+def test_a_run_with_a_budget_goes_on_after_a_crash_with_the_rounds_that_are_left(tmp_path):
+    """Noise for four rounds; a crash undid one of three, so one is left. The sites go by the first plan."""
+    run = "rounds = 4\nevaluate_every = 1\nprivacy.epsilon = 50.0\nmethod.schedule = 'cosine'\n"
+    agreed = federations.agreed_on("fedavg", federations.terms(0.2, run), schedule="cosine")
+    transport = federations.network(tmp_path / "sites", agreed, small.SPLIT)
+    steps = coordinate(transport, agreed, tmp_path / "run", clock=federations.Flying().clock)
+    assert [next(steps).t for _ in range(2)] == [1, 2]
+    steps.close()
+    Audit(tmp_path / "run" / "audit.jsonl").write("round", round=3, contributed=[], failed=[], changes={})
+    assert [step.t for step in coordinate(transport, agreed, tmp_path / "run")] == [3]
+    assert small.summary_of(tmp_path / "run")["rounds"] == 3
+
+
+def test_a_round_that_stopped_after_the_masks_were_removed_counts(tmp_path):
+    """Its sum is known, though no model was made of it."""
+    audit = Audit(tmp_path / "audit.jsonl")
+    for event in ("unmasking", "round", "unmasking", "stopped", "unmasking", "round"):
+        audit.write(event, round=1)
+    assert audit.rounds_trained() == 3
+
+
+def test_with_noise_what_sites_find_of_a_model_decides_nothing(tmp_path):
+    """Neither which rounds are undone nor which model is kept: no noise is on their figures."""
+    run = "rounds = 2\nevaluate_every = 1\nprivacy.noise = 4.0\n"
+    agreed = federations.agreed_on("fedavg", federations.terms(0.2, run, worst_drop=0.01))
+    transport = federations.network(tmp_path / "sites", agreed, small.SPLIT)
+    _, federation, _ = federations.federation(tmp_path / "other", "fedavg", agreed)
+    rules = federation.rules
+    assert (rules.worst_drop, rules.clip_above, rules.refuse_above) == (1.0, 0, 0)
+    list(coordinate(transport, agreed, tmp_path / "run", clock=federations.Flying().clock))
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "best.safetensors").exists()
+    page = report_page(read_report(tmp_path / "run"))
+    assert f"ε = {spent(4.0, 1.0, 2, 1e-5):.2f} at δ = 1e-05; the figures" in page

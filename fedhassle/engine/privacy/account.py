@@ -49,6 +49,11 @@ class Guarantee(Protocol):
         ...
 
 
+def is_noisy(privacy: Guarantee | None) -> bool:
+    """True if a run guarantees something: clipping alone does not."""
+    return privacy is not None and privacy.noise > 0
+
+
 Steps = tuple[tuple[float, int], ...]
 """How often a sample may be drawn: (probability in a step, number of steps)."""
 

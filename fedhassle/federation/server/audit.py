@@ -37,8 +37,9 @@ class Audit(AuditLog):
         return merged
 
     def rounds_trained(self) -> int:
-        """The number of rounds that were merged, with those that were repeated after a crash."""
-        return sum(event["event"] == "round" for event in self.read())
+        """The number of rounds that were merged or unmasked, with those that were repeated after a crash."""
+        events = [event["event"] for event in self.read()]
+        return max(events.count("round"), events.count("unmasking"))  # with masks, a round has both
 
     def changes(self, t: int) -> dict[str, list[dict[str, float]]]:
         """By site, the norms of its changes in the rounds up to t in which its update was merged."""

@@ -74,11 +74,11 @@ def coordinate(
             sites = Sites(transport, agreement, audit, clock, uid)
             there = sites.gather(rules.minimum_sites, min(INTRODUCTIONS, rules.wait))
             run = prepared(folder, agreement)
-            start = resumed(run)
+            start, told = resumed(run), plan(uid, run)  # with the rounds that the method was made for
             run = with_lost_rounds(run, audit, start.t)
             write_agreed(run)
             terms, memory = mask_terms(agreement, run.settings), ClientState(folder.memory)
-            federation = FlowerFederation(sites, plan(uid, run), memory, terms, run.privacy)
+            federation = FlowerFederation(sites, told, memory, terms, run.privacy)
             evaluator = Evaluator(run, federation, images, start)
             require_evaluation(there, images)
             hashes = summary_hashes(agreement, run)
@@ -141,11 +141,6 @@ def prepared(folder: Folder, agreement: Agreement) -> Run:
     method = agreed_method(settings, dataset)
     privacy = agreed_privacy(settings, method)
     built, required = with_settings_of(method, settings), required_in(agreement)
-    require(
-        privacy is None or privacy.rate >= 1 or not any(required),
-        "required_sites and required_kinds do not go with privacy, which counts on sites that are drawn by "
-        "chance: let all sites take part in each round (clients_per_round), or remove them from [rules]",
-    )
     return Run(folder, built, dataset, Split((), ()), method, privacy, required)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fedhassle.data.views import make_views
 from fedhassle.engine.evaluate import Scores, score
+from fedhassle.engine.privacy.account import is_noisy
 from fedhassle.engine.tensor_files import read_arrays, write_arrays
 from fedhassle.errors import DamagedError, require
 from fedhassle.federation.audit_log import Event
@@ -71,12 +72,12 @@ class Evaluator:
     def _spoilt(self, found: Evaluation) -> bool:
         """True if the sites find a model much worse than usual."""
         before = [line["sites"] for line in self.history if "sites" in line and UNDONE not in line]
-        worst = self.federation.sites.rules.worst_drop
+        worst = self.federation.rules.worst_drop
         return drop(found.more["sites"], before, self.run.method.headline) > worst
 
     def _undone(self, found: Evaluation, t: int, last: int) -> Evaluation:
         """The evaluation before, for a round whose model stays; raises after several such rounds in a row."""
-        headline, worst = self.run.method.headline, self.federation.sites.rules.worst_drop
+        headline, worst = self.run.method.headline, self.federation.rules.worst_drop
         score, allowed = 100 * found.accuracy[headline], f"rules.worst_drop={worst:g}"
         log.warning(
             "round %d is undone: %s is %.1f %%, far below what it was; the model of round %d stays (%s)",
@@ -106,9 +107,12 @@ class Evaluator:
         return Evaluation(found.accuracy, more)
 
     def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
-        """Writes the model if its validation accuracy is the best so far."""
+        """Writes the model if its validation accuracy is the best so far.
+
+        Not with noise: which model is best would depend on the sites' figures, which have none.
+        """
         run, score = self.run, validation[self.run.method.headline]
-        if score > self.best:
+        if score > self.best and not is_noisy(run.privacy):
             self.best = score
             sites = participation(self.federation.audit)["sites"]
             words = about_model(run, sites) | {"round": t, "validation": validation}

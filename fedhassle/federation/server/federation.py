@@ -11,13 +11,14 @@ import torch
 
 from fedhassle.engine.client import samples_by_name
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.privacy.account import Guarantee
+from fedhassle.engine.privacy.account import Guarantee, is_noisy
 from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.transfer import HELD, Arrived, Transfer, sent
 from fedhassle.errors import UserError
 from fedhassle.federation.figures import figures_of_site, read_figures
 from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.federation.masks.protocol import LEAST_SITES
+from fedhassle.federation.masks.words import REVEAL
 from fedhassle.federation.messages import Failure, Hits, Payload, RefusedError, packed, read_hits, read_update
 from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_capped_weights
 from fedhassle.federation.server.masked import MaskedRound
@@ -46,9 +47,9 @@ class FlowerFederation:
     ) -> None:
         self.sites, self.plan, self.audit = sites, dict(plan), sites.audit
         self.terms = terms  # of masks, if there are any
-        # With noise, one site's update must not decide how others' are clipped.
-        noisy = privacy is not None and privacy.noise
-        self.rules = replace(sites.rules, clip_above=0, refuse_above=0) if noisy else sites.rules
+        # With noise, neither one site's update nor what sites find of a model may decide what is merged.
+        without = replace(sites.rules, clip_above=0, refuse_above=0, worst_drop=1.0)
+        self.rules = without if is_noisy(privacy) else sites.rules
         self.memory = ClientState() if memory is None else memory
         self.transfer = Transfer(self.memory, CPU)
         self._merged: dict[str, int] = {}  # by site: the last round in which its update was merged
@@ -109,7 +110,13 @@ class FlowerFederation:
             client.name: self._payload(client.name, Arrived(message, 0), {}, t)
             for client, message in messages
         }
-        going = MaskedRound(lambda ask: self.sites.ask("train", ask, f"round {t}"), terms, self.plan, t)
+
+        def ask(payloads: Mapping[str, Payload]) -> Answers:
+            if any(payload.words["step"] == REVEAL for payload in payloads.values()):
+                self.audit.write("unmasking", round=t)  # the sum is known from now on, whatever comes of it
+            return self.sites.ask("train", payloads, f"round {t}")
+
+        going = MaskedRound(ask, terms, self.plan, t)
         try:
             done = going.run(method, clients, training, start, self.rules.largest_share)
         except RefusedError as refused:
