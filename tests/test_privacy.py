@@ -225,7 +225,9 @@ def test_a_run_reports_what_it_spends_and_stops_at_its_budget(without_residuals,
     assert [line["epsilon"] for line in lines] == [spent(1.5, 4 / 6, t + 1, 1e-5) for t in range(rounds)]
     assert told["epsilon"] == lines[-1]["epsilon"] <= 6 < spent(1.5, 4 / 6, rounds + 1, 1e-5)
     assert (told["delta"], told["unit"], told["noise"], told["clip"]) == (1e-5, "site", 1.5, 0.5)
-    assert f"ε = {told['epsilon']:.2f}, δ = 1e-05" in (out / "model.md").read_text("utf-8")
+    card = (out / "model.md").read_text("utf-8")
+    assert f"ε = {told['epsilon']:.2f}, δ = 1e-05" in card
+    assert "simulated: whoever knows the seed can remove the noise; the weights alone" in card
     assert "another would spend more than ε = 6" in " ".join(printed.split())
     assert f"ε {lines[0]['epsilon']:.2f}" in printed
     assert f"round 1/{rounds}" in printed and f"{rounds} rounds, on cpu" in " ".join(printed.split())

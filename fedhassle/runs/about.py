@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedhassle.data.split.layout import KINDS, kind_of
+from fedhassle.engine.privacy.account import is_noisy
 from fedhassle.provenance import hardware, versions
 from fedhassle.runs.record import EPSILON, Metrics
 from fedhassle.runs.run import Run
@@ -36,7 +37,7 @@ def about_run(run: Run) -> Metrics:
 def about_privacy(run: Run) -> Metrics:
     """The entry of a summary about noise, if there is any: what was guaranteed, and how."""
     privacy = run.privacy
-    if privacy is None or not privacy.noise:
+    if privacy is None or not is_noisy(privacy):
         return {}
     return {
         "privacy": {

@@ -224,9 +224,11 @@ def privacy(summary: Mapping[str, Any]) -> dict[str, str]:
     found = summary.get("privacy")
     if found is None:
         return {}
+    simulated = "" if is_federation(summary) else "; simulated: whoever knows the seed can remove the noise"
     return {
         "privacy": f"(ε = {found[EPSILON]:.2f}, δ = {found['delta']:g})-differentially private, by "
-        f"{found['unit']}: noise {found['noise']:.3g}, clip {found['clip']:g}"
+        f"{found['unit']}: noise {found['noise']:.3g}, clip {found['clip']:g}{simulated}; the weights alone, "
+        "not the figures on this card"
     }
 
 

@@ -16,7 +16,7 @@ from fedhassle.engine.cluster import LOCAL, connected
 from fedhassle.engine.cores import on_cores
 from fedhassle.engine.device import Engine
 from fedhassle.engine.evaluate import check_headline, check_predictions
-from fedhassle.engine.privacy.account import Guarantee
+from fedhassle.engine.privacy.account import Guarantee, is_noisy
 from fedhassle.engine.ray_federation import RayFederation
 from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
@@ -203,14 +203,16 @@ def train_rounds(
 
 
 def spending(privacy: Guarantee | None, t: int) -> Metrics:
-    """The entry of a line of metrics with ε after round t, if the run has noise."""
-    return {EPSILON: privacy.epsilon(t)} if privacy is not None and privacy.noise else {}
+    """The entries of a line of metrics with ε after round t, and δ, if the run has noise."""
+    if privacy is None or not is_noisy(privacy):
+        return {}
+    return {EPSILON: privacy.epsilon(t), "delta": privacy.delta}
 
 
 def tell_privacy(run: Run) -> None:
     """Logs the noise of a run, and a budget that ends it early."""
     privacy = run.privacy
-    if privacy is None or not privacy.noise:
+    if privacy is None or not is_noisy(privacy):
         return
     log.info(
         "privacy by %s: noise %.3g, %s clipped to %g; ε = %.3g at δ = %g after %d rounds",
