@@ -138,7 +138,7 @@ class MaskedRound:
         alone = sorted({model for sent in masked.values() for model in sent} - set(summed(members, masked)))
         if alone:
             log.warning(
-                "round %s: %s stays under masks and is not merged: one site alone sent it",
+                "round %s: %s stays under masks and is not merged: its sum would show what one site sent",
                 *(self.words["round"], ", ".join(alone)),
             )
         try:
