@@ -471,10 +471,10 @@ def test_a_run_resumes_with_another_number_of_workers(shared, without_residuals,
     small.cut([*words, "workers=2"], tmp_path / "fewer", 2)
     assert small.kept_by(tmp_path / "fewer")
     code, out, err = small.call("resume", tmp_path / "fewer", "--workers", 1)
-    assert (code, err) == (0, "") and "on cpu; files in" in out
+    assert (code, err) == (0, "") and "4 rounds, on cpu\n" in out
     small.cut(words, tmp_path / "more", 2)
     code, out, err = small.call("resume", tmp_path / "more", "--workers", 2)
-    assert (code, err) == (0, "") and "on cpu with 2 workers; files in" in out
+    assert (code, err) == (0, "") and "4 rounds, on cpu with 2 workers\n" in out
     assert "round 4/4" in out
     for name, workers in (("fewer", 1), ("more", 2)):
         assert differs(tmp_path / name, whole) == []

@@ -49,13 +49,16 @@ def masked(tmp_path, monkeypatch):
 
 
 def test_masked_rounds_are_plain_ones_and_with_noise_survive_a_site_that_is_killed(masked):
-    """Two rounds under masks; then, with a new agreement, three with noise, one without a site."""
-    masked.submit("masked", rounds=2, every=2, minimum=3)
+    """A round under masks; then, with a new agreement, three with noise, one without a site.
+
+    The masked round adds the rounding of three sites. More rounds are not compared: training enlarges
+    differences without a bound.
+    """
+    masked.submit("masked", rounds=1, every=1, minimum=3)
     masked.finish("masked")
-    found, expected = small.tensors_of(masked.folder / "masked" / "model.safetensors"), simulated(masked, 2)
+    found, expected = small.tensors_of(masked.folder / "masked" / "model.safetensors"), simulated(masked, 1)
     for name, vector in expected.items():
-        # Each round adds the rounding of three sites, which the training of the next one may enlarge.
-        assert (found[name] - vector).abs().max() < 10 * 3 / 2 * step_of(LIMIT, 3) + 1e-6, name
+        assert (found[name] - vector).abs().max() < 3 / 2 * step_of(LIMIT, 3) + 1e-7, name
         assert vector.abs().max() > 1e-3
 
     for node in masked.nodes.values():
