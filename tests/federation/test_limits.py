@@ -58,6 +58,7 @@ def test_a_stranger_may_send_little():
         assert status_of(path, limits.SMALL) == 200
         assert status_of(path, limits.SMALL + 1) == 413
         assert status_of(path, None) == 411
+        assert status_of(path, 10, {"transfer-encoding": "chunked"}) == 411  # the length would not count
     assert status_of("/v1/control/list-nodes", 10**10) == 200  # from this machine only
 
 

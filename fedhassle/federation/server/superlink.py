@@ -25,7 +25,7 @@ from fedhassle.federation.flower.deliveries import patch_deliveries
 from fedhassle.federation.flower.logs import log_to_output
 from fedhassle.federation.flower.patches import patch_superlink
 from fedhassle.federation.flower.processes import LARGEST, end_with_parent
-from fedhassle.federation.server.limits import SITES, BodyLimit, Largest, patch_limits
+from fedhassle.federation.server.limits import HTTP, SITES, BodyLimit, Largest, patch_limits
 
 log = logging.getLogger("fedhassle")
 
@@ -101,6 +101,7 @@ def main() -> None:
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         proxy_headers=False,  # a caller must not choose its own address
+        **HTTP,
     )
 
 
