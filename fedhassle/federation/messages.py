@@ -170,19 +170,19 @@ def read_patients(words: Mapping[str, Any], images: int, validation: int) -> dic
     return found
 
 
-def recounted(said: Introduction, words: Any, coarse_counts: bool) -> Introduction:
-    """A site's introduction after its labels have changed; refuses counts of other images than before.
+def recounted(said: Introduction, words: Any, coarse_counts: bool, images: int) -> Introduction:
+    """A site's introduction after its labels have changed; refuses counts of more images than it joined with.
 
     Labels move images from one use to another: the sum cannot grow. Coarse counts hide the sum: each lies
-    within a factor √2 of its number, so that their sum may double.
+    within a factor √2 of its number, so that their sum may double, however often labels change.
     """
     if not isinstance(words, dict) or words.keys() != said.counts.keys():
         raise RefusedError(f"its new counts are {short(words)}")
     labelled, unlabelled, validation = (count_of(words[key], key) for key in said.counts)
-    before, now = sum(said.counts.values()), labelled + unlabelled + validation
-    if now > before * (2 if coarse_counts else 1):
+    now = labelled + unlabelled + validation
+    if now > images * (2 if coarse_counts else 1):
         raise RefusedError(
-            f"it joined with {before:,} images, and with its new labels it counts {now:,}: to use other "
+            f"it joined with {images:,} images, and with its new labels it counts {now:,}: to use other "
             "images, its node must be restarted"
         )
     return said._replace(client=Client(said.client.name, labelled, unlabelled), validation=validation)

@@ -119,11 +119,19 @@ def counts(labelled, unlabelled, validation):
 
 
 def test_labels_move_images_from_one_use_to_another():
-    new = recounted(SAID, counts(80, 12, 8), False)
+    new = recounted(SAID, counts(80, 12, 8), False, 100)
     assert new.client == Client("north", 80, 12) and new.validation == 8
     assert new._replace(client=SAID.client, validation=10) == SAID
-    assert recounted(SAID, counts(0, 100, 0), False).client == Client("north", 0, 100)  # a site may withdraw
-    assert recounted(SAID, counts(128, 64, 8), True).client == Client("north", 128, 64)
+    withdrawn = recounted(SAID, counts(0, 90, 0), False, 100)  # labels, and so those of validation
+    assert withdrawn.client == Client("north", 0, 90)
+    assert recounted(withdrawn, counts(40, 50, 10), False, 100) == SAID
+    assert recounted(SAID, counts(128, 64, 8), True, 100).client == Client("north", 128, 64)
+
+
+def test_coarse_counts_double_once_not_with_each_announcement():
+    doubled = recounted(SAID, counts(128, 64, 8), True, 100)
+    with pytest.raises(RefusedError, match="joined with 100 images"):
+        recounted(doubled, counts(256, 128, 16), True, 100)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_labels_move_images_from_one_use_to_another():
 )
 def test_new_labels_cannot_bring_new_images(words, coarse, why):
     with pytest.raises(RefusedError, match=why):
-        recounted(SAID, words, coarse)
+        recounted(SAID, words, coarse, 100)
 
 
 # A run
@@ -280,7 +288,7 @@ def test_new_labels_keep_the_rules_on_counts(tmp_path):
     made = Sites(transport, agreed, Audit(tmp_path / "audit.jsonl"), Flying().clock)
     made.gather(3)
     big = made.joined[LATE].introduction._replace(client=Client(LATE, most, most))
-    made.joined[LATE] = made.joined[LATE]._replace(introduction=big)
+    made.joined[LATE] = made.joined[LATE]._replace(introduction=big, images=2 * most)
     made._announced[LATE] = counts(2 * most, 0, 0)
     made.refresh()
     assert made.joined[LATE].introduction == big

@@ -48,6 +48,7 @@ class JoinedSite(NamedTuple):
 
     node: ConnectedNode
     introduction: Introduction
+    images: int  # that it joined with, for any use
 
 
 Answers = dict[str, Payload | Failure]
@@ -160,7 +161,7 @@ class Sites:
             self.transport.push([SiteRequest(node.id, "query", told, "hello", self.rules.timeout)])
             return
         client = said.client
-        self.joined[client.name] = JoinedSite(node, said)
+        self.joined[client.name] = JoinedSite(node, said, sum(said.counts.values()))
         log.info(
             "%s has joined: %d labelled, %d unlabelled, %d for validation", client.name, *said.counts.values()
         )
@@ -176,15 +177,15 @@ class Sites:
         server's messages have the new counts.
         """
         for name, words in self._announced.items():
-            node, said = self.joined[name]
+            node, said, images = self.joined[name]
             try:
-                new = recounted(said, words, self.coarse_counts)
+                new = recounted(said, words, self.coarse_counts, images)
                 self._check_counts(node, new)
             except RefusedError as refused:
                 log.warning("the new labels of %s are not used: %s", name, refused)
                 self.audit.write("failed", site=name, why=f"new labels: {refused}")
                 continue
-            self.joined[name] = JoinedSite(node, new)
+            self.joined[name] = JoinedSite(node, new, images)
             counts = new.counts
             log.info(
                 "%s has new labels: %d labelled, %d unlabelled, %d for validation", name, *counts.values()
@@ -261,7 +262,7 @@ class Sites:
 
     def _request(self, kind: str, name: str, payload: Payload, group: str) -> SiteRequest:
         """A message to a site, with the counts of its images that the server goes by."""
-        node, said = self.joined[name]
+        node, said, _ = self.joined[name]
         told = payload._replace(words={**payload.words, "counts": said.counts})
         return SiteRequest(node.id, kind, told, group, self.rules.timeout + LIFETIME)
 
