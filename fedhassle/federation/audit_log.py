@@ -25,7 +25,7 @@ class AuditLog:
         line = json.dumps({"time": time, "event": event, **about}, ensure_ascii=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
-            file.write(missing_newline(file) + line.encode())
+            file.write(missing_newline(file) + line.encode("utf-8", "backslashreplace"))  # half characters
             file.flush()
             os.fsync(file.fileno())
 

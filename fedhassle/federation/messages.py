@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,7 +254,7 @@ def read_losses(words: Any, names: Mapping[str, int]) -> Arrays:
         raise RefusedError(f"its losses are {short(words)}")
     if not all(loss is None or is_number(loss) for loss in words.values()):
         raise RefusedError(f"its losses are {short(words)}")
-    return {name: torch.tensor([math.nan if loss is None else loss]) for name, loss in words.items()}
+    return {name: torch.tensor([math.nan if loss is None else float(loss)]) for name, loss in words.items()}
 
 
 def most_labels(phases: Sequence[Phase], client: Client) -> int:
@@ -283,11 +283,14 @@ def read_labelling(counts: Any, most: int) -> torch.Tensor:
     return torch.tensor([0.0, given, asked, 0.0])
 
 
-def read_hits(words: Mapping[str, Any], images: int) -> Hits:
-    """Reads a site's evaluation of a model; refuses another number of images than the site has introduced."""
+def read_hits(words: Mapping[str, Any], images: int, predictions: Collection[str]) -> Hits:
+    """Reads a site's evaluation of a model.
+
+    Refuses another number of images than the site has introduced, and other predictions than the model makes.
+    """
     right, count = words.get("right"), count_of(words.get("count"), "validation")
-    if not isinstance(right, dict) or not right:
-        raise RefusedError(f"its hits are {short(right)}")
+    if not isinstance(right, dict) or right.keys() != set(predictions):
+        raise RefusedError(f"its hits are {short(right)}, not those of {short_names(predictions)}")
     checked = {str(name): count_of(hit, "right") for name, hit in right.items()}
     if count != images:
         raise RefusedError(f"it evaluated on {count:,} images, but joined with {images:,} for validation")

@@ -133,11 +133,14 @@ def test_anything_but_a_json_object_is_refused(text):
         {"right": {"model": 3}, "count": 10**12},
         {"right": {"model": 0.5}, "count": 3},
         {"right": [1], "count": 3},
+        {"right": {"other": 3}, "count": 3},
+        {"right": {"model": 3, "other": 3}, "count": 3},
     ],
 )
 def test_impossible_hits_are_refused(words):
+    assert read_hits({"right": {"model": 3}, "count": 3}, 3, ["model"]).right == {"model": 3}
     with pytest.raises(RefusedError):
-        read_hits(words, 3)
+        read_hits(words, 3, ["model"])
 
 
 def test_counts_in_powers_of_two():

@@ -289,6 +289,42 @@ def test_a_round_that_no_site_can_evaluate_has_no_metrics_but_is_saved(agreed, t
     }
 
 
+@pytest.mark.parametrize("named", [{}, {"model": 10}])
+def test_no_site_decides_which_predictions_count(named, tmp_path):
+    """The first site by name sends hits of another prediction, alone or besides: the other sites count."""
+    agreed = terms(validation=0.3, run=RUN)
+    transport = network(tmp_path, agreed)
+    first, second, *_ = sorted(transport.sites)
+    for name in (first, second):
+        transport.behaviour |= {(name, "query"): with_ten_images, (name, "train"): deaf}
+    lie = Payload({"right": {**named, "mine": 10}, "count": 10})
+    transport.behaviour[first, "evaluate"] = lambda answer, payload: lie
+    transport.behaviour[second, "evaluate"] = lambda answer, payload: hits(4)
+    carried_out(tmp_path / "run", agreed, transport)
+    for line in metrics_of(tmp_path / "run"):
+        assert first not in line["sites"] and line["sites"][second]["accuracy"] == {"model": 0.4}
+    failed = [event for event in events_of(tmp_path / "run") if event["event"] == "failed"]
+    assert failed and all("not those of 'model'" in event["why"] for event in failed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "odd"),
+    [("query", "versions", "\ud800"), ("train", "losses", 2**63), ("train", "losses", 1e299)],
+)
+def test_no_odd_word_of_a_site_ends_the_run(kind, key, odd, agreed, tmp_path):
+    """Half a character that UTF-8 cannot write, and numbers that tensors cannot hold."""
+    transport = network(tmp_path, agreed)
+    first = min(transport.sites)
+
+    def answer(answer, payload):
+        said = answer(payload)
+        return said._replace(words={**said.words, key: {**said.words[key], "w": odd}})
+
+    transport.behaviour[first, kind] = answer
+    steps = carried_out(tmp_path / "run", agreed, transport)
+    assert all(first in {client.name for client in step.clients} for step in steps)
+
+
 def test_images_at_the_server_are_a_test_set_besides_validation(agreed, tmp_path):
     data = small.dataset()
     carried_out(

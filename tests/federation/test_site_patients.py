@@ -80,12 +80,12 @@ def test_the_server_reads_numbers_of_patients_and_refuses_impossible_ones(tmp_pa
 def test_the_interval_of_a_site_is_by_patient():
     """Twelve images that are worth four: Wilson's interval of 9/12 as if of four images."""
     words = {"right": {"model": 9}, "count": 12}
-    assert read_hits(words, 12) == Hits({"model": 9}, 12, None)
-    hits = read_hits(words | {"effective": 4}, 12)
+    assert read_hits(words, 12, ["model"]) == Hits({"model": 9}, 12, None)
+    hits = read_hits(words | {"effective": 4}, 12, ["model"])
     method = federations.method_named("fedavg")
     entry = site_entry(method, hits)
     assert entry["effective"] == 4 and entry["accuracy_95"] == pytest.approx(list(wilson(3, 4)))
     assert "effective" not in site_entry(method, Hits({"model": 9}, 12))
     for wrong in (0, 25, -1, 1.5):
         with pytest.raises(RefusedError):
-            read_hits(words | {"effective": wrong}, 12)
+            read_hits(words | {"effective": wrong}, 12, ["model"])
