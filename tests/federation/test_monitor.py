@@ -123,6 +123,26 @@ def test_the_page_is_read_only_and_for_this_machine(place):
     assert answer(place, Host=f"localhost:{place.rpartition(':')[2]}")[0] == 200
 
 
+def test_an_old_status_is_not_up_and_no_error_ends_the_watch(folder, monkeypatch, caplog):
+    """Otherwise a monitor whose thread or server hangs would answer that all is well."""
+    fresh, tries = read_status(folder), []
+
+    def odd(folder):
+        tries.append(folder)
+        if len(tries) == 1:
+            raise TypeError("odd")
+        made._ended.set()
+        return fresh
+
+    monkeypatch.setattr(monitor, "read_status", odd)
+    monkeypatch.setattr(monitor, "REFRESH", 0)
+    with monitor.Monitor(Address("127.0.0.1", 0), folder, "EM") as made:
+        made.watch()
+        assert "TypeError: odd" in caplog.text and made.current() == fresh and fresh.up
+        made.status = fresh._replace(time=fresh.time - 2 * monitor.STALE)
+        assert made.current() == made.status._replace(up=False)
+
+
 def test_the_port_is_freed_in_the_end_and_a_used_one_is_an_error(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = Address("127.0.0.1", taken.getsockname()[1])

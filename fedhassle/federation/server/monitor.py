@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -13,7 +14,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address
 from fedhassle.federation.pages import page
 from fedhassle.federation.server.status import Status, read_status
@@ -22,6 +22,7 @@ from fedhassle.federation.setup.folder import FederationFolder
 log = logging.getLogger("fedhassle")
 
 REFRESH = 5.0  # seconds between two looks at the server
+STALE = 150.0  # seconds after which a status is old: a server that is busy has a minute for each of two calls
 SLOWEST = 10.0  # seconds that a caller has to send its request
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -137,9 +138,14 @@ class Monitor(ThreadingHTTPServer):
         while not self._ended.is_set():
             try:
                 self.status = read_status(self.folder)
-            except (UserError, OSError, ValueError, KeyError) as error:  # a file is being written, or damaged
-                log.warning("the status cannot be read: %s", error)
+            except Exception as error:  # such as a damaged file: a page that stands still would look alive
+                log.warning("the status cannot be read: %s: %s", type(error).__name__, error)
             self._ended.wait(REFRESH)
+
+    def current(self) -> Status | None:
+        """The last status; if it is old, the server does not answer."""
+        last = self.status
+        return last._replace(up=False) if last and time.time() - last.time > STALE else last
 
     def end(self) -> None:
         """Ends the threads."""
@@ -157,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers a request."""
-        status = self.server.status
+        status = self.server.current()
         if not self._is_expected_host():
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", "unknown host\n")
         if status is None:
