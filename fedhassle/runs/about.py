@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedhassle.data.site.patients import count_patients
 from fedhassle.data.split.layout import KINDS, kind_of
 from fedhassle.engine.privacy.account import is_noisy
 from fedhassle.provenance import hardware, versions
@@ -80,8 +81,10 @@ def client_counts(run: Run, sites: Mapping[str, Mapping[str, int]] | None) -> di
     else:
         images = [(site["labelled"], site["unlabelled"]) for site in sites.values() if site["rounds"]]
     kinds: list[str] = [kind_of(*pair) for pair in images]
+    known = None if run.dataset.sites is None else run.dataset.sites.patients
+    people = patient_counts(sites or {}) if known is None else {"patients": count_patients(known)}
     totals = {"labelled_images": sum(a for a, _ in images), "unlabelled_images": sum(b for _, b in images)}
-    return {kind: kinds.count(kind) for kind in KINDS} | totals | patient_counts(sites or {})
+    return {kind: kinds.count(kind) for kind in KINDS} | totals | people
 
 
 def patient_counts(sites: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

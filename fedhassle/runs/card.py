@@ -177,8 +177,9 @@ def is_federation(summary: Mapping[str, Any]) -> bool:
 def tested_on(summary: Mapping[str, Any]) -> str:
     """The images of the accuracies in the card."""
     if not is_federation(summary):
-        holdout = summary["settings"]["data"].get("holdout")
-        kind = f"{holdout:.0%} of the training images" if holdout else "the test images"
+        data = summary["settings"]["data"]
+        holdout, of_whom = data.get("holdout"), "patients" if data.get("patients") else "training images"
+        kind = f"{holdout:.0%} of the {of_whom}" if holdout else "the test images"
         return f"{kind} of {cell(summary['data'])}"
     sites, coordinator = validation_images(summary), "the test images of the coordinator"
     shown = summary["history"][-LAST:]
@@ -247,8 +248,10 @@ def all_sites(summary: Mapping[str, Any], counts: Mapping[str, int]) -> str:
 
 
 def images(counts: Mapping[str, int]) -> str:
-    """The number of images of all sites."""
-    return f"; {counts['labelled_images']:,} images with labels, {counts['unlabelled_images']:,} without"
+    """The number of images of all sites, and of their patients if these are known."""
+    people = f", of {counted(counts['patients'], 'patient')}" if "patients" in counts else ""
+    labelled, unlabelled = counts["labelled_images"], counts["unlabelled_images"]
+    return f"; {labelled:,} images with labels, {unlabelled:,} without{people}"
 
 
 def agreed_sites(summary: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
@@ -301,7 +304,7 @@ def sites_per_round(summary: Mapping[str, Any]) -> str:
 
 def split(summary: Mapping[str, Any]) -> str:
     """The division of the images."""
-    if is_federation(summary):
+    if is_federation(summary) or summary["data"].endswith("/"):  # or a folder of sites
         return "none: each site has its own images"
     settings = summary["settings"]["split"]
     keys = ("kind", "annotation", "labels", "alpha")

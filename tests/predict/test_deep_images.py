@@ -24,11 +24,12 @@ def trained(tmp_path_factory):
         for k in range(30):
             values = np.clip(rng.normal(1200 + 1200 * (k % 2), 700, (SIDE, SIDE)), 0, 4095)
             Image.fromarray(values.astype(np.uint16)).save(folder / "sites" / name / f"{k:02}.tif")
-            rows.append((f"{k:02}.tif", "ab"[k % 2]))
+            rows.append((f"{k:02}.tif", "ab"[k % 2], k // 3))
         with (folder / "sites" / name / "labels.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("file", "label"), *rows])
+            csv.writer(file).writerows([("file", "label", "patient"), *rows])
     words = (
         "data.holdout=0.2",
+        "data.patients=column",
         "rounds=2",
         "clients_per_round=2",
         "method.epochs=1",
@@ -68,6 +69,14 @@ def test_prediction_evaluation_and_onnx_use_the_rule_of_the_training(trained, tm
     right = np.mean(probabilities.argmax(1) == np.arange(30) % 2)
     made = json.loads((tmp_path / "x.json").read_text())["predictions"]["model"]
     assert made["accuracy"] == pytest.approx(right)
+
+
+def test_the_card_counts_patients_and_draws_no_split(trained):
+    """A fifth of the twenty patients is held out; the sites are the clients, whatever `split` says."""
+    card = (trained / "run" / "model.md").read_text("utf-8")
+    assert "; 48 images with labels, 0 without, of 16 patients |" in card
+    assert "On 20% of the patients of sites/, which took no part" in card
+    assert "| split | none: each site has its own images |" in card
 
 
 def test_a_dicom_file_with_the_same_values_gets_the_same_prediction(trained, tmp_path):
