@@ -25,7 +25,7 @@ from pydicom.uid import (
 from fedhassle.data.site import dicom
 from fedhassle.data.site.folder import ImageForm, read_site
 from fedhassle.data.site.intensities import UNSTATED, UnusableError, parsed_intensities
-from fedhassle.data.site.patients import parsed_patients
+from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients
 from fedhassle.data.site.pictures import read_picture
 from fedhassle.predict.images import image_sources, read_batch
 
@@ -128,6 +128,21 @@ def test_each_frame_is_a_picture_of_one_patient(tmp_path, rng):
     found = image_sources([str(folder / "cine.dcm")], (48, 64, 1))
     assert [source.name for source in found.images] == [str(folder / f"cine.dcm[{k}]") for k in range(3)]
     assert (np.stack(read_batch(found.images)[0])[..., 0] == frames).all()
+
+
+def test_frames_show_one_patient_whom_nobody_names(tmp_path, rng):
+    """For intervals they count as one; where patients are not agreed on, a site is told what happens."""
+    frames = rng.integers(0, 256, (3, 48, 64), dtype=np.uint8)
+    write(tmp_path / "cine.dcm", frames, frames=3)
+    write(tmp_path / "one.dcm", frames[0] // 2)
+    (tmp_path / "labels.csv").write_text("file,label\ncine.dcm,b\n")
+    wanted = ImageForm(("a", "b"), 48, 64, 1, WHAT_IS_THERE)
+    *cine, one = read_site(tmp_path, wanted, secret=b"k").patients.tolist()
+    assert len({*cine}) == 1 and 0 not in cine and one == 0
+    (note,) = read_site(tmp_path, ImageForm(("a", "b"), 48, 64, 1)).notes
+    assert note.startswith("cine.dcm has frames of one patient to train on and to validate on: agree")
+    (tmp_path / "labels.csv").unlink()
+    assert read_site(tmp_path, ImageForm(("a", "b"), 48, 64, 1)).notes == ()
 
 
 def test_a_patient_is_never_logged_not_even_by_pydicom(tmp_path, caplog, recwarn):

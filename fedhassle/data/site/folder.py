@@ -54,6 +54,7 @@ from fedhassle.data.site.patients import (
     hashed,
     known_patients,
     numbered,
+    patient_of,
 )
 from fedhassle.data.site.pictures import read_picture
 from fedhassle.errors import UserError, require
@@ -61,6 +62,7 @@ from fedhassle.names import counted
 
 THREADS = 4  # decoders release Python's lock
 NOT_ASKED_FOR = "patients are named but not asked for: agree on patients under [data] in federation.toml"
+ONE_PATIENT = "has frames of one patient to train on and to validate on: agree on patients, such as 'dicom'"
 
 Progress = Callable[[int, int], None]  # images done, all images
 T = TypeVar("T")
@@ -131,10 +133,12 @@ def read_site(
     if wanted.patients is not None:
         found = folder_patients(wanted.patients, images, labels, secret)
         for k, header in headers.items() if wanted.patients.dicom else ():
-            found[k] = found[k] or hashed(header.patient, secret)
+            found[k] = found[k] or hashed(patient_of(header, images.files[k], wanted.patients), secret)
         patients = known_patients(wanted.patients, found, y, images.files, str(path))
     elif has_column(labels or find_label_file(images.folder)):
         notes += (NOT_ASKED_FOR,)
+    if wanted.patients is None and (y >= 0).any():
+        notes += tuple(f"{images.files[k]} {ONE_PATIENT}" for k in headers if headers[k].frames > 1)[:1]
     sources = frames_in(images, headers)
     owner = np.array([source.place for source in sources])
     y, patients = y[owner], None if patients is None else patients[owner]

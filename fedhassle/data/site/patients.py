@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedhassle.data.npz import Labels
+from fedhassle.data.site.dicom import DicomHeader
 from fedhassle.data.site.labels import nfc, read_labels, row_places, without_decimals
 from fedhassle.data.site.listing import LABEL_FILE, ImageFiles, find_label_file
 from fedhassle.errors import UserError, require
@@ -87,6 +88,12 @@ def folder_patients(
                 found[place] = number or found[place]
         return found
     return np.array([hashed(_by_path(rule, one), secret) for one in images.files], np.uint64)
+
+
+def patient_of(header: DicomHeader, file: str, rule: PatientRule) -> str:
+    """Returns the patient of a DICOM file; of one that names nobody, its frames still show the same one."""
+    alone = rule.strict or header.frames == 1
+    return header.patient or ("" if alone else f"\0{file}")
 
 
 def numbered(names: Sequence[str], secret: bytes) -> Patients:
