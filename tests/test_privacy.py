@@ -171,6 +171,21 @@ def test_the_divergences_are_those_behind_published_values(noise, epochs, publis
     assert spent(noise, rate, steps, 1e-5) < published
 
 
+@pytest.mark.parametrize(("noise", "rate", "alpha"), [(1.1, 0.1, 2.5), (2.0, 0.4, 8.0), (0.8, 0.02, 4.7)])
+def test_the_divergence_of_a_sampled_round_is_the_integral_that_defines_it(noise, rate, alpha):
+    """Mironov et al. (2019): log ∫ ν·((1 − q) + q·e^((2x − 1)/2z²))^α dx / (α − 1), where ν is N(0, z²).
+
+    One world has the site with probability q, which moves the mean from 0 to 1; the other never has it.
+    """
+    x = np.linspace(-30 * noise, 60 * noise, 400_001)
+    without = np.exp(-(x**2) / (2 * noise**2)) / (noise * math.sqrt(2 * math.pi))
+    ratio = (1 - rate) + rate * np.exp((2 * x - 1) / (2 * noise**2))
+    found = accountant().compute_rdp(q=rate, noise_multiplier=noise, steps=3, orders=alpha)
+    one, other = (np.trapezoid(without * ratio**power, x) for power in (alpha, 1 - alpha))
+    assert found == pytest.approx(3 * math.log(one) / (alpha - 1), rel=1e-5)
+    assert other <= one  # the same divergence with the worlds exchanged is no larger
+
+
 def exact(noise, rounds, delta):
     """ε of Gaussian mechanisms without sampling (Balle and Wang): Φ(µ/2 − ε/µ) − e^ε·Φ(−µ/2 − ε/µ) = δ."""
     mu, phi = math.sqrt(rounds) / noise, statistics.NormalDist().cdf

@@ -203,7 +203,7 @@ def model_file(path: Path, which: str | None = None) -> Path:
         return path
     folder = Folder(path)
     if which == "best":
-        why = "only the run of a federation whose sites validate has one"
+        why = "only the run of a federation whose sites validate has one, and none with noise"
         require(folder.best.exists(), f"{path} holds no {folder.best.name}: {why}; take the last round")
     elif not folder.model.exists():
         hint = f": finish the run with {resume_command(folder)}" if folder.begun else ""

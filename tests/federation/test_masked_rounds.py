@@ -28,9 +28,9 @@ METHODS = ("fedavg", "fedprox", "mixmatch", "fixmatch", "fixmatch-global", "sage
 MASKS = "privacy.masks = true\n"
 
 
-def rounds(folder, name, run="", clients=9, privacy=None, behaviour=None, count=1, **more):
+def rounds(folder, name, run="", clients=9, privacy=None, behaviour=None, count=1, fewest=2, **more):
     """The rounds of a federation of small sites; also its transport."""
-    agreed = federations.terms(run=f"method.name = '{name}'\n" + run)
+    agreed = federations.terms(run=f"method.name = '{name}'\n" + run, minimum_sites=fewest)
     method, federation, transport = federations.federation(folder, name, agreed, **more)
     transport.behaviour = behaviour or {}
     plan = Plan(count, clients, 0, privacy)
@@ -96,7 +96,20 @@ def test_a_model_that_one_site_alone_sent_is_not_merged(tmp_path, caplog):
 def test_too_few_survivors_stop_the_run_with_a_reason(tmp_path):
     lost = {(f"client {k}", "train"): killed("vectors") for k in (2, 3)}
     with pytest.raises(UserError, match=r"1 sites are left in this round, and 2 are needed"):
-        rounds(tmp_path, "fedavg", MASKS, behaviour=lost, split=federations.FEW)
+        rounds(tmp_path, "fedavg", MASKS, behaviour=lost, split=federations.FEW, fewest=1)
+
+
+def test_a_sum_of_fewer_sites_than_the_rules_demand_stays_under_masks(tmp_path):
+    """With the third one's later, it would show what that sent."""
+    agreed = federations.terms(run="method.name = 'fedavg'\n" + MASKS, minimum_sites=3)
+    method, federation, transport = federations.federation(tmp_path, "fedavg", agreed, federations.FEW)
+    transport.behaviour = {("client 3", "train"): killed("vectors")}
+    with pytest.raises(UserError, match=r"2 of at least 3 sites answered correctly \(client 3: killed\)"):
+        next(federate(method, federation, Plan(1, 3), method.initial(0)))
+    assert {request.payload.words.get("step") for request in transport.requests} == {
+        *(None, "keys", "shares", "vectors")
+    }
+    assert Audit(tmp_path / "audit.jsonl").rounds_trained() == 0
 
 
 def test_two_sites_are_too_few_for_masks(tmp_path):

@@ -105,6 +105,7 @@ class FlowerFederation:
     ) -> Averages:
         """Trains round t under masks; returns the mean of those that answered correctly."""
         clients = [client for client, _ in messages]
+        asked = {client.name: client for client in clients}
         start = {name: vector for _, message in messages for name, vector in message.items()}
         training = {
             client.name: self._payload(client.name, Arrived(message, 0), {}, t)
@@ -113,6 +114,8 @@ class FlowerFederation:
 
         def ask(payloads: Mapping[str, Payload]) -> Answers:
             if any(payload.words["step"] == REVEAL for payload in payloads.values()):
+                # Before the sum is known: too few now and more of them later would show what those sent.
+                self._require_enough([asked[name] for name in payloads], asked, going.failed, t)
                 self.audit.write("unmasking", round=t)  # the sum is known from now on, whatever comes of it
             return self.sites.ask("train", payloads, f"round {t}")
 
@@ -127,8 +130,6 @@ class FlowerFederation:
         self._merged |= dict.fromkeys(done.contributed, t)
         unknown: dict[str, Changes] = {name: {} for name in done.contributed}  # what each of them changed
         self._record(Bounded({}, unknown, {}, {}), done.failed, t)
-        asked = {client.name: client for client in clients}
-        self._require_enough([asked[name] for name in done.contributed], asked, done.failed, t)
         replies = tuple(
             Reply(
                 Update(client, {}, samples_by_name(method.phases(client, t), client), {}),
