@@ -60,6 +60,16 @@ def test_images_that_would_keep_few_levels_are_refused_also_with_letters_burnt_i
     assert read_picture(tmp_path / "x.tif", 48, 64, 1, parsed_intensities(f"{bits} bits")).pixels.max() == 255
 
 
+@pytest.mark.parametrize("rule", ["16 bits", "window 5000 9000"])
+def test_a_white_box_burnt_in_hides_nothing(rule):
+    """A tenth of the pixels is white; by the percentiles alone the image would span all levels."""
+    values = np.floor(SMOOTH * 4095).astype(np.uint16)
+    values[:5] = 2**16 - 1
+    with pytest.raises(UnusableError, match="keep few of its levels"):
+        by(rule, values)
+    assert np.ptp(by("window 0 4095", values)[5:].astype(int)) > 200
+
+
 def test_windows_that_miss_an_image_and_bits_that_it_exceeds_are_refused():
     values = np.floor(SMOOTH * 4095).astype(np.uint16)
     with pytest.raises(UnusableError, match="keep few"):

@@ -26,7 +26,7 @@ Values = NDArray[Any]
 
 WAYS = "'N bits' (8 to 16), 'window LOW HIGH', 'percentiles LOW HIGH' or 'own window'"
 FEW = 64  # neighbouring levels of 256: images that keep no more are refused
-MIDDLE = (2, 98)  # percentiles: burnt-in letters and dead pixels lie beyond
+MIDDLE = (2, 98)  # percentiles: the edges of burnt-in letters and dead pixels lie beyond
 BEYOND = 0.02  # the largest share of pixels that may exceed the agreed bits
 AGREE = "agree on how intensities become 0 … 255 (--intensities, or intensities under [data], such as"
 ADVICE, WINDOW_ADVICE = f"{AGREE} '12 bits')", f"{AGREE} 'window -160 240')"
@@ -145,13 +145,19 @@ def _finite(values: Values) -> Values:
 
 
 def _refuse_few_levels(values: Values, levels: Images, rule: IntensityRule) -> None:
-    """Raises if most pixels fall on a few neighbouring levels, and several values become one."""
-    low, high = np.percentile(levels, MIDDLE, method="inverted_cdf")
+    """Raises if most pixels fall on a few neighbouring levels, and several values become one.
+
+    Pixels of the largest value do not count: a white box may be burnt in, however large.
+    """
+    rest = values < values.max()
+    if not rest.any():
+        return
+    low, high = np.percentile(levels[rest], MIDDLE, method="inverted_cdf")
     if high - low >= FEW:
         return
-    middle = (levels >= low) & (levels <= high)
+    middle = rest & (levels >= low) & (levels <= high)
     if len(np.unique(values[middle])) > len(np.unique(levels[middle])):
-        bottom, top = np.percentile(values, MIDDLE, method="inverted_cdf")
+        bottom, top = np.percentile(values[rest], MIDDLE, method="inverted_cdf")
         raise UnusableError(
             f"would keep few of its levels: by {rule.text!r} most of its values, {bottom:g} … {top:g}, "
             f"become {low} … {high} of 255; {ADVICE}"
