@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.counterparts import counterpart
 from benchmarks.plain import Images, Trainer, switches, walk
 from benchmarks.report import MedianRange, Timed, median_range
-from fedhassle.engine.client import Job, Samples, Site, advance, draw, prepare, to_device, visit
+from fedhassle.engine.client import advance, prepare, visit
 from fedhassle.engine.cores import on_cores
+from fedhassle.engine.job import Job, Samples, Site, draw, to_device
 from fedhassle.engine.rounds import Plan, Round, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.method import Client, Method, Phase

@@ -144,11 +144,10 @@ def measure_time(workers: int, rounds: int) -> dict[str, Any]:
     states = [[one.done.state for one in turn] for turn in found]
     equal = all(same(state, alone) for alone, *others in states for state in others)
     names = ("in one process", "1 worker", f"{workers} workers")
-    seconds = {
-        name: [turn[i].seconds for turn in found[1:]] for i, name in enumerate(names)
-    }  # the first warms up
-    ratios = [turn[1].seconds / turn[2].seconds for turn in found[1:]]
-    cpu = [turn[1].busiest / turn[2].busiest for turn in found[1:]]
+    measured = found[1:]  # the first warms up
+    seconds = {name: [turn[i].seconds for turn in measured] for i, name in enumerate(names)}
+    ratios = [turn[1].seconds / turn[2].seconds for turn in measured]
+    cpu = [turn[1].busiest / turn[2].busiest for turn in measured]
     counts = [[steps(method, c, turn[0].done.t) for c in turn[0].done.clients] for turn in found[1:]]
     possible = [sum(each) / max(totals(each, balanced(each, workers))) for each in counts]
     return {

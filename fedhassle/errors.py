@@ -20,6 +20,11 @@ class DivergedError(RuntimeError):
     """A run that cannot continue: every update of a round had NaN or infinite values."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def require(holds: bool, message: str) -> None:
     """Raises `UserError(message)` unless the condition holds."""
     if not holds:

@@ -148,6 +148,4 @@ class Shortcut(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the features of every n-th pixel."""
         taken = x[:, :, :: self.every, :: self.every]
-        return super().forward(
-            taken.contiguous(memory_format=torch.channels_last)
-        )  # one copy for forward and backward
+        return super().forward(channels_last(taken))  # one copy for forward and backward

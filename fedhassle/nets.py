@@ -20,17 +20,16 @@ from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
 
 CPU = torch.device("cpu")
+LEAST_VARIANCE = 0.01  # of a BatchNorm layer whose statistics have noise
 # Each tensor of a flat vector starts at a multiple of 8 entries, hence of 16 bytes in both float32 and
 # bfloat16. CUDA kernels load 16 bytes at once, and a BatchNorm with unaligned gains fails with "misaligned
 # address".
-LEAST_VARIANCE = 0.01  # of a BatchNorm layer whose statistics have noise
 ALIGNED = 8
 # Images in one forward pass without gradients. Small passes slow a GPU down by kernel launches (passes of
 # 1,000 cost 2 % of a HASSLE round); large passes need memory on each core of a CPU. Images with more than
 # `SMALL` pixels go in smaller passes, since their feature maps take more memory.
 IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
 SMALL = 32 * 32
-
 
 # Held while using PyTorch's global random state, from which modules draw their weights and some layers noise.
 drawing = threading.RLock()
@@ -314,9 +313,8 @@ class Net:
         pieces = [*self._weight_pieces, *self._statistic_pieces]
         tensors = {piece.name: piece.view(flat) for piece, flat in zip(pieces, flats, strict=True)}
         module = copy.deepcopy(self._module).eval()
-        module.load_state_dict(
-            tensors, strict=False
-        )  # tied weights have two names; constants are already set
+        # Not strict: tied weights have two names, and constants are already set.
+        module.load_state_dict(tensors, strict=False)
         return module
 
     def module(self, seed: int) -> nn.Module:

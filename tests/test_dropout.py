@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedhassle.dropout import GOLDEN, SeededDropout, dropout_from
-from fedhassle.engine.client import draw, visit
+from fedhassle.engine.client import visit
+from fedhassle.engine.job import draw
 from fedhassle.methods import FedAvg, Hassle
 from fedhassle.randomness import generator
 

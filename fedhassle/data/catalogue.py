@@ -242,9 +242,8 @@ def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> D
 
 def _load_file(path: Path) -> Dataset:
     """Loads a user's file."""
-    return own_images(
-        path.name, npz.read(path)
-    )  # with its suffix the name differs from those of the catalogue
+    # With its suffix the name differs from those of the catalogue.
+    return own_images(path.name, npz.read(path))
 
 
 def _load_sites(path: Path, how: SiteImages) -> Dataset:

@@ -90,9 +90,8 @@ def cumulative_counts(values: Tensor) -> Tensor:
     """Counts the values (B, C, n) that are 0, at most 1, … at most 255, as (B, C, 256)."""
     none = torch.zeros(*values.shape[:2], 256, dtype=torch.int32, device=values.device)
     each = torch.ones((), dtype=torch.int32, device=values.device).expand_as(values)
-    return none.scatter_add(2, values, each).cumsum(
-        2, dtype=torch.int32
-    )  # integers: the order does not matter
+    counts = none.scatter_add(2, values, each)  # of integers: the order does not matter
+    return counts.cumsum(2, dtype=torch.int32)
 
 
 def auto_contrast(up_to: Tensor, value: Tensor) -> Tensor:
@@ -113,9 +112,8 @@ def auto_contrast(up_to: Tensor, value: Tensor) -> Tensor:
 def equalize(up_to: Tensor, value: Tensor) -> Tensor:
     """Equalises the histogram of each channel, as far as a table of values can."""
     below = F.pad(up_to[..., :-1], (1, 0))
-    but_highest = (up_to * (up_to < up_to[..., -1:])).amax(
-        2, keepdim=True
-    )  # all pixels below the highest value
+    lower = up_to < up_to[..., -1:]
+    but_highest = (up_to * lower).amax(2, keepdim=True)  # all pixels below the highest value
     step = but_highest // 255  # (B, C, 1)
     shared = ((step // 2 + below) // step.clamp(min=1)).clamp(max=255)
     return torch.where(step > 0, shared, value)
@@ -208,10 +206,7 @@ def rotation(u: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor
     """
     angle = whole(u, -ONE, ONE).double() * (math.radians(DEGREES) / ONE)
     cosine, sine = angle.cos(), angle.sin()
-    across, down = (
-        (width - 1) / 2,
-        (height - 1) / 2,
-    )  # from the centre of the first pixel to that of the image
+    across, down = (width - 1) / 2, (height - 1) / 2  # from the first pixel's centre to the image's
     turned_x = width / 2 - cosine * across + sine * down
     turned_y = height / 2 - sine * across - cosine * down
     return fixed(cosine), fixed(sine), fixed(turned_x), fixed(turned_y)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedhassle.engine.cores import available_cores
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.names import counted
 
 LOCAL, AUTO = "local", "auto"  # a temporary cluster on this machine; the running cluster that it is part of
@@ -160,8 +160,3 @@ def cluster_machines() -> list[Machine]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

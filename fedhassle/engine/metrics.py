@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.names import brief, described, has_controls
 from fedhassle.vectors import Arrays
 
@@ -76,7 +76,7 @@ def measure(metrics: Mapping[str, Metric], seen: Predictions, failed: set[str]) 
 
 def failure(name: str, error: Exception) -> str:
     """One line about a metric that raised."""
-    said = str(error).strip().partition("\n")[0]
+    said = first_line(error)
     return said if isinstance(error, UserError) else f"metric {name} fails: {type(error).__name__}: {said}"
 
 

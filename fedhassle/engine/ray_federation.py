@@ -30,7 +30,6 @@ from fedhassle.engine.cluster import (
     Allocation,
     allocation_of,
     cluster_machines,
-    first_line,
     require_room,
 )
 from fedhassle.engine.device import Engine
@@ -51,7 +50,7 @@ from fedhassle.engine.ray_worker import (
 from fedhassle.engine.rounds import Averages, Reply
 from fedhassle.engine.simulator import Message, SimulatedClients
 from fedhassle.engine.trainer import Task, steps
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Client, Method, Update
 from fedhassle.names import counted
 from fedhassle.vectors import Arrays, size_in_bytes

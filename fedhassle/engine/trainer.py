@@ -10,10 +10,11 @@ import torch
 
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.views import Views, make_views
-from fedhassle.engine.client import Samples, Site, Trained, to_device, train, visit
+from fedhassle.engine.client import Trained, train, visit
 from fedhassle.engine.cores import keep_memory, side_by_side
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.job import Samples, Site, to_device
 from fedhassle.method import Client, Method
 from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.vectors import Arrays

@@ -41,13 +41,7 @@ from fedhassle.settings.request import MACHINE, Request, expanded, parsed
 T = TypeVar("T")
 
 FORMAT = 1
-SIMULATED = (
-    "data",
-    "split",
-    "workers",
-    "ray",
-    "metrics",
-)  # of a simulated run; in a federation the sites hold the data
+SIMULATED = ("data", "split", "workers", "ray", "metrics")  # in a federation the sites hold the data
 SERVERS_OWN = ("rounds", "clients_per_round", "evaluate_every", "seed", "track")  # the server's only
 SITES_OWN = tuple(key for key in MACHINE if key not in SERVERS_OWN)  # each site chooses these for itself
 MOST_SITES = 1_000_000

@@ -15,7 +15,7 @@ from fedhassle.data.site.intensities import IntensityRule, intensity_rule
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine.evaluate import check_predictions
 from fedhassle.engine.tensor_files import read_arrays
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import brief, find
@@ -185,9 +185,8 @@ def check_arrays(model: TrainedModel, images: int) -> None:
     except UserError:
         raise
     except Exception as error:  # arrays that lack or do not fit: PyTorch raises many kinds of errors
-        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"its arrays do not fit its metadata ({type(error).__name__}: {brief(reason)})"
+            f"its arrays do not fit its metadata ({type(error).__name__}: {brief(first_line(error))})"
         ) from error
 
 

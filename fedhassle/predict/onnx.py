@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.files import atomic
 from fedhassle.nets import Net
 from fedhassle.predict.model import TrainedModel
@@ -86,8 +86,7 @@ def export_onnx(model: TrainedModel, path: Path, mode: str) -> float:
         except OSError:
             raise
         except Exception as error:  # a user's own network may raise anything
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"the network cannot be written as ONNX: {reason}") from error
+            raise UserError(f"the network cannot be written as ONNX: {first_line(error)}") from error
         return largest_difference(temporary, model, mode)
 
 

@@ -28,13 +28,7 @@ from fedhassle.settings.request import Request
 from fedhassle.settings.schema import Settings, resolve, split_words
 
 LARGEST = 10_000_000  # bytes; the summary of 200 rounds has 65,000
-NAMING = (
-    "data",
-    "method",
-    "net",
-    "metrics",
-    "split.file",
-)  # settings that may name code to import or files to open
+NAMING = ("data", "method", "net", "metrics", "split.file")  # they may name code to import, files to open
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]

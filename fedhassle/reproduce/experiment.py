@@ -20,15 +20,9 @@ from fedhassle.settings.build import is_machine_setting
 from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"
-MEASURED = (
-    "accuracy",
-    "loss",
-    "test_loss",
-    "client_accuracy",
-    "metrics",
-    "bytes_up",
-    "bytes_down",
-)  # tables of a run's metrics
+MEASURED = (  # tables of a run's metrics
+    *("accuracy", "loss", "test_loss", "client_accuracy", "metrics", "bytes_up", "bytes_down"),
+)
 KINDS = ("full", "partial", "unlabelled")
 KNOWN = {"client_accuracy": OVER_CLIENTS, "bytes_up": KINDS, "bytes_down": KINDS}  # names in these tables
 WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients

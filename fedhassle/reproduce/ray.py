@@ -18,10 +18,9 @@ from fedhassle.engine.cluster import (
     Machine,
     cluster_machines,
     connected,
-    first_line,
     require_address,
 )
-from fedhassle.errors import DivergedError, UserError, require
+from fedhassle.errors import DivergedError, UserError, first_line, require
 from fedhassle.names import counted
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger

@@ -26,9 +26,7 @@ Metrics = dict[str, Any]
 TEST_FALLBACK = "test_stands_in"  # in a line of metrics: no site could evaluate, the coordinator did
 BY_CLASS = "class_accuracy"  # in a line of metrics and in a summary: the headline's accuracy on each class
 EPSILON = "epsilon"  # in a line of metrics and in a summary's privacy: ε that the rounds so far have spent
-BY_CLIENT = (
-    "accuracy_by_client"  # accuracy on each client's class mix: in a summary; of own models in lines too
-)
+BY_CLIENT = "accuracy_by_client"  # in a summary, of own models in lines too: on each client's class mix
 CLIENTS = "client_accuracy"  # in a line of metrics: mean, std, lowest of these accuracies
 LOSS = "test_loss"  # in a line of metrics: the cross-entropy of each prediction on the test images
 OWN = "metrics"  # in a line of metrics: the numbers of a user's own metrics
@@ -175,6 +173,8 @@ def on_test_images(summary: Metrics) -> Metrics | None:
 
 # Reading summaries
 
+ClassName = Annotated[str, AfterValidator(class_name)]
+
 
 class Score(BaseModel):
     """The final accuracy of a prediction."""
@@ -209,9 +209,7 @@ class Summary(BaseModel):
     headline: str
     modes: dict[str, str] = {}  # not in old summaries
     accuracy: dict[str, Score]
-    class_accuracy: dict[
-        Annotated[str, AfterValidator(class_name)], float | None
-    ] = {}  # not in old summaries
+    class_accuracy: dict[ClassName, float | None] = {}  # not in old summaries
     metrics: dict[str, float | None] = {}  # only with metrics of one's own
     seconds: float
     history: list[EvaluatedRound] = Field(min_length=1)

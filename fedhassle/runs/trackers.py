@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from fedhassle.errors import require
+from fedhassle.errors import first_line, require
 from fedhassle.files import write_text
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics
@@ -107,8 +107,8 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # of a server, a disk or a library: not worth a run
-                first = str(error).strip().partition("\n")[0]
-                reason = re.sub(r"//[^/\s]*@", "//", first)  # a server's address may hold a password
+                # A server's address may hold a password.
+                reason = re.sub(r"//[^/\s]*@", "//", first_line(error))
                 log.warning("track=%s failed, the run continues: %s: %s", tool, type(error).__name__, reason)
                 del self._active[tool]
                 with suppress(Exception):

@@ -18,7 +18,7 @@ from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.engine.cluster import require_address
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import LANES
-from fedhassle.errors import UserError, require
+from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import brief, escaped, find, likeliest, some_lines, some_of
@@ -111,9 +111,8 @@ class PrivacySettings(BaseModel):
     epsilon: float | None = Field(default=None, gt=0)  # ε, the budget of a run
     noise: float | None = Field(default=None, gt=0)  # z; default: the least that all rounds need within ε
     delta: float | None = Field(default=None, gt=0, lt=1)  # δ; default: 1e-5
-    clip: float | None = Field(
-        default=None, gt=0
-    )  # C, largest norm of an update or gradient; default: 1 with noise
+    # C, largest norm of an update or gradient; default: 1 with noise.
+    clip: float | None = Field(default=None, gt=0)
     masks: bool | None = None  # secure aggregation, in a real federation
     hide: bool | None = None  # with masks: sites hide which models they train, and how many images they have
 
@@ -311,8 +310,9 @@ def method_table(method: type[Method], name: str) -> type[BaseModel]:
     try:
         return create_model("MethodTable", __config__=STRICT, name=(str, ...), **fields)
     except Exception as error:  # pydantic refuses types that it does not know
-        first = str(error).partition("\n")[0]
-        raise UserError(f"method {name!r} has a field that cannot be a setting: {first}") from error
+        raise UserError(
+            f"method {name!r} has a field that cannot be a setting: {first_line(error)}"
+        ) from error
 
 
 def pydantic_default(field: dataclasses.Field[Any]) -> Any:

@@ -53,8 +53,9 @@ from benchmarks.report import (
 )
 from benchmarks.workers import balance
 from fedhassle.architectures import LeNet, ResNet8
-from fedhassle.engine.client import advance, batches_of, draw, prepare, visit
+from fedhassle.engine.client import advance, batches_of, prepare, visit
 from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.job import draw
 from fedhassle.engine.rounds import Plan
 from fedhassle.engine.simulator import Simulator
 from fedhassle.errors import UserError

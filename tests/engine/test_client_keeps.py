@@ -10,7 +10,8 @@ from by_hand import order_end_to_end, order_of_epochs
 from small import Tutored, hassle
 from torch.utils import _pytree as pytree
 
-from fedhassle.engine.client import advance, draw, prepare, train, visit
+from fedhassle.engine.client import advance, prepare, train, visit
+from fedhassle.engine.job import draw
 from fedhassle.randomness import generator
 
 # Memory, `then`, `draw`, several streams

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 from fedhassle.architectures import LeNet, ResNet8
-from fedhassle.engine.client import Job, Visit, visit
+from fedhassle.engine.client import Visit, visit
 from fedhassle.engine.gpu import recording
 from fedhassle.engine.gpu.lanes import chains, connected, joined
 from fedhassle.engine.gpu.recording import Lane
 from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
+from fedhassle.engine.job import Job
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy, hard_labels

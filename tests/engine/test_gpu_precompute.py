@@ -7,8 +7,9 @@ import small
 import torch
 from torch.utils import _pytree as pytree
 
-from fedhassle.engine.client import batches_of, draw, local_models, prepare, visit
+from fedhassle.engine.client import batches_of, local_models, prepare, visit
 from fedhassle.engine.gpu.precompute import Question, answer, questions, with_answers
+from fedhassle.engine.job import draw
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Descent, Phase, Stream, as_models
 from fedhassle.methods import FedAvg, FedProx, Hassle

@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.architectures import LeNet, ResNet8, WideResNet28
-from fedhassle.engine.client import advance, draw, prepare, train, visit
+from fedhassle.engine.client import advance, prepare, train, visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
 from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identity, shape_of
+from fedhassle.engine.job import draw
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle

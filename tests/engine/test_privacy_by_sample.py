@@ -11,10 +11,11 @@ import torch
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 from fedhassle.architectures import LeNet
-from fedhassle.engine.client import anew_walk, draw, visit
+from fedhassle.engine.client import visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.program import Program, stretch_functions
 from fedhassle.engine.gpu.recording import capture_obstacle, shape_of
+from fedhassle.engine.job import anew_walk, draw
 from fedhassle.engine.privacy.account import COARSE, divergences, spent
 from fedhassle.engine.privacy.by_sample import (
     BySample,

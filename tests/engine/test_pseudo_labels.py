@@ -10,7 +10,8 @@ from by_hand import order_end_to_end, order_of_epochs
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from small import QUICK, hassle, made, trained
 
-from fedhassle.engine.client import batches_of, draw, prepare, visit
+from fedhassle.engine.client import batches_of, prepare, visit
+from fedhassle.engine.job import draw
 from fedhassle.errors import UserError
 from fedhassle.method import Descent, Labelled, Phase, Stream, as_models
 from fedhassle.methods import METHODS, FedAvg, FixMatchGlobal, Hassle

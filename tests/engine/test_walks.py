@@ -5,7 +5,7 @@ from by_hand import order_end_to_end, order_of_epochs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhassle.engine.client import endless_walk, epochs_walk
+from fedhassle.engine.job import endless_walk, epochs_walk
 from fedhassle.method import Client, Phase, Stream
 
 

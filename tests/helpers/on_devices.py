@@ -7,8 +7,9 @@ import small
 import torch
 
 from fedhassle.architectures import ResNet8
-from fedhassle.engine.client import Samples, Site, train
+from fedhassle.engine.client import train
 from fedhassle.engine.device import Engine
+from fedhassle.engine.job import Samples, Site
 from fedhassle.engine.trainer import dataset_views
 from fedhassle.methods import METHODS
 

@@ -20,8 +20,9 @@ import fedhassle
 from fedhassle.cli.main import app, guarded
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
-from fedhassle.engine.client import Samples, Site, train
+from fedhassle.engine.client import train
 from fedhassle.engine.device import Engine
+from fedhassle.engine.job import Samples, Site
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import read_arrays

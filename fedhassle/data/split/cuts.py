@@ -211,10 +211,8 @@ def _capped(samples: Rows, shares: Reals, proportions: Reals) -> Rows:
         lost = weights.sum(axis=-1) == 0  # all weights underflowed: the member that lacks most gets all
         weights[lost, (shares - filled[lost]).argmax(axis=-1)] = 1.0
         upto = np.cumsum(weights / weights.sum(axis=-1, keepdims=True), axis=-1)
-        ends = (upto * samples[m]).astype(
-            np.int64
-        )  # where each member's samples end; the last takes the rest
-        ends[:, -1] = samples[m]
+        ends = (upto * samples[m]).astype(np.int64)  # where each member's samples end
+        ends[:, -1] = samples[m]  # the last takes the rest
         counts[:, m] = np.diff(ends, axis=-1, prepend=0)
         filled += counts[:, m]
     return counts

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, local_models
+from fedhassle.engine.client import Buffers, batches_of, local_models
+from fedhassle.engine.job import Job, Schedule
 from fedhassle.method import Batch, Labelled, Model, Models, Network, as_models
 
 EVERY = "*"  # among the names read: all of them

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedhassle.dropout import dropout_from
-from fedhassle.engine.client import Buffers, Job, Schedule, batches_of, prepare, step
+from fedhassle.engine.client import Buffers, batches_of, prepare, step
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.precompute import Answers, Question, answer, names_read, questions, with_answers
+from fedhassle.engine.job import Job, Schedule
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedhassle.engine.client import Buffers, Job, Schedule, draw, run_job
+from fedhassle.engine.client import Buffers, run_job
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
 from fedhassle.engine.gpu.precompute import EVERY
@@ -46,6 +46,8 @@ from fedhassle.engine.gpu.program import (
     stretches,
 )
 from fedhassle.engine.gpu.streams import STREAMS
+from fedhassle.engine.job import Job, Schedule, draw
+from fedhassle.errors import first_line
 from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays
@@ -219,11 +221,6 @@ def capture_obstacle(functions: StretchFunctions, program: Program) -> str:
     except UncapturableError as error:
         return str(error)
     return ""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).partition("\n")[0]
 
 
 # Replay
