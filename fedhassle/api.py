@@ -16,7 +16,8 @@ from fedhassle.predict.model import TrainedModel, load
 from fedhassle.runs.folder import Folder, result_folders
 from fedhassle.runs.live import follow, follow_several
 from fedhassle.runs.record import OWN, Metrics, read_summary
-from fedhassle.runs.run import reopen, start, start_several
+from fedhassle.runs.resume import reopen
+from fedhassle.runs.run import start, start_several
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.several import train_several
 from fedhassle.runs.train import train_run

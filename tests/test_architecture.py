@@ -28,6 +28,7 @@ CONFIGURED = {  # what reads settings outside settings/
     "runs/about.py",
     "runs/checkpoints.py",  # checks their metadata by a pydantic model, as settings are checked
     "runs/record.py",  # checks summaries in the same way
+    "runs/resume.py",
     "runs/run.py",
     "runs/trackers.py",
     "predict/metadata.py",  # checks the metadata of models in the same way

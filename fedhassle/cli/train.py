@@ -85,7 +85,8 @@ def resume(
     from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
     from fedhassle.runs.record import read_summary
-    from fedhassle.runs.run import Loader, reopen
+    from fedhassle.runs.resume import reopen
+    from fedhassle.runs.run import Loader
 
     folders, rounds = folders_and_rounds(words)
     there = [path for folder in folders for path in run_folders(folder)]

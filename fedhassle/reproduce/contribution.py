@@ -22,7 +22,8 @@ from fedhassle.errors import UserError, require
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import FORMAT, TOGETHER, Ledger
 from fedhassle.runs.record import Metrics, final_scores, read_summary, require_schema, summary_file
-from fedhassle.runs.run import Identity, identify, on_device
+from fedhassle.runs.resume import on_device
+from fedhassle.runs.run import Identity, identify
 from fedhassle.settings.build import build_dataset, build_split, split_seed
 from fedhassle.settings.request import Request
 from fedhassle.settings.schema import Settings, resolve, split_words

@@ -19,7 +19,8 @@ from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics, read_summary
-from fedhassle.runs.run import Identity, Load, Loader, Run, reopen, start, stored_device
+from fedhassle.runs.resume import reopen, stored_device
+from fedhassle.runs.run import Identity, Load, Loader, Run, start
 from fedhassle.runs.several import Event, train_several
 from fedhassle.settings.build import build_dataset, settings_hash
 

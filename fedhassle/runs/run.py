@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import tomli_w
@@ -30,8 +30,6 @@ from fedhassle.runs.folder import (
     folder_names,
     new_folder,
     release,
-    resume_command,
-    stored_request,
 )
 from fedhassle.runs.trackers import require_installed
 from fedhassle.settings.build import (
@@ -48,14 +46,10 @@ from fedhassle.settings.build import (
 )
 from fedhassle.settings.request import Request, varied
 from fedhassle.settings.schema import (
-    PER_DEVICE,
-    PER_WORKERS,
     Settings,
     method_class,
     resolve,
-    resolved_device,
 )
-from fedhassle.wrapped import unwrapped
 
 Load = Callable[[Settings], Dataset]
 """A function that loads the images of a run."""
@@ -235,98 +229,6 @@ def protected_by_sample(settings: Settings, method: Method, split: Split) -> tup
     drawn = [select(clients, plan, t) for t in range(1, plan.rounds + 1)]
     privacy = build_sample_privacy(settings, walks_of(method.phases, drawn))
     return BySample.of(method, mechanism=privacy.mechanism), privacy
-
-
-# Runs that were cut
-
-
-def reopen(
-    path: Path,
-    device: str | None = None,
-    load: Load = build_dataset,
-    workers: int | None = None,
-    ray: str | None = None,
-    rounds: int | None = None,
-) -> Run:
-    """A run that was cut, ready to resume; on another device, on other workers, or with more rounds."""
-    folder = Folder(path)
-    if folder.audit.exists():
-        raise UserError(f"{path} is a federation's run: resume it with {resume_command(folder)}")
-    if not folder.begun:
-        raise UserError(f"{path} holds no run (no config.toml): start one with fedhassle run --out {path}")
-    request = stored_request(folder)
-    if device is not None:
-        request = on_device(request, device)
-    if workers is not None or ray is not None:
-        request = on_workers(request, workers, ray)
-    run = prepare(folder, request if rounds is None else Request((*request.layers, {"rounds": rounds})), load)
-    require_same_code(run)
-    if rounds is not None:
-        before = resolve(request).rounds
-        require(rounds >= before, f"{path} is a run of {before} rounds: it cannot be cut to {rounds}")
-        require_extendable(run, before)
-    return run
-
-
-def require_extendable(run: Run, before: int) -> None:
-    """Refuses a run of more rounds than before if its method depends on their number: a schedule, a start."""
-    shorter = method_for_run(run.settings.model_copy(update={"rounds": before}), run.dataset, run.split)
-    changed = [
-        f"method.{name} is {value!r} in a run of {before} rounds and {other!r} in one of {run.rounds}"
-        for name, value, other in differences(shorter, run.method)
-    ]
-    if run.settings.privacy.epsilon is not None and run.settings.privacy.noise is None:
-        changed.append("privacy.noise follows from privacy.epsilon and the number of rounds")
-    require(
-        not changed,
-        f"{run.folder.path} cannot go on from {before} to {run.rounds} rounds, since its first rounds would "
-        f"have been others: {'; '.join(changed)}. Start a new run with rounds={run.rounds}; one that has "
-        "this setting given can go on later",
-    )
-
-
-def differences(one: Method, other: Method) -> list[tuple[str, Any, Any]]:
-    """The settings in which two methods of a class differ: name, and both values."""
-    one, other = unwrapped(one), unwrapped(other)
-    names = [field.name for field in fields(one) if field.name != "net"]
-    both = [(name, getattr(one, name), getattr(other, name)) for name in names]
-    return [(name, a, b) for name, a, b in both if a != b]
-
-
-def on_device(request: Request, device: str) -> Request:
-    """A request on another device, without the settings that were chosen for the old one."""
-    if resolved_device(device) == stored_device(request):
-        return request
-    layers = [{k: v for k, v in layer.items() if k not in PER_DEVICE} for layer in request.layers]
-    return Request((*layers, {"device": device}))
-
-
-def on_workers(request: Request, workers: int | None, ray: str | None) -> Request:
-    """A request on other workers or another cluster, with threads that suit their number.
-
-    One worker without a cluster is this process.
-    """
-    layers = [{k: v for k, v in layer.items() if k not in PER_WORKERS} for layer in request.layers]
-    number = request.top("workers", 1) if workers is None else workers
-    return Request((*layers, {"workers": number} | ({} if ray is None else {"ray": ray})))
-
-
-def stored_device(request: Request) -> str:
-    """The device of a request; `auto` is that of this machine."""
-    named = str(request.top("device", "auto"))
-    return resolved_device(named) if named == "auto" else named
-
-
-def require_same_code(run: Run) -> None:
-    """Refuses to resume a run whose own method, network or metric has changed."""
-    noted, own = run.folder.own_code, own_code_of(run.settings)
-    if not noted.exists() or noted.read_text("utf-8") == own_code_text(own):
-        return
-    files = " or ".join(name.rpartition(":")[0] for name in own)
-    raise UserError(
-        f"{files} has changed since {run.folder.path} began: its rounds would mix both. Start a new "
-        f"run in another folder, or put the code back; or remove {noted} to resume all the same"
-    )
 
 
 def write_settings(run: Run) -> None:

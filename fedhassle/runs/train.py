@@ -22,15 +22,12 @@ from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.engine.tensor_files import round_files, write_arrays
 from fedhassle.errors import UserError
-from fedhassle.files import locked, remove_unfinished, write_json, write_text
+from fedhassle.files import locked, write_json, write_text
 from fedhassle.method import Method
-from fedhassle.names import brief, escaped, some_of
 from fedhassle.runs.about import about_model, about_run
 from fedhassle.runs.card import model_card
 from fedhassle.runs.checkpoints import (
     Checkpoint,
-    discard_after,
-    discard_old,
     load_checkpoint,
     save_checkpoint,
 )
@@ -53,10 +50,11 @@ from fedhassle.runs.record import (
     metrics_line,
     shortened,
 )
-from fedhassle.runs.run import Run, require_extendable, write_settings
+from fedhassle.runs.resume import initial_state, resumed
+from fedhassle.runs.run import Run, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
-from fedhassle.settings.build import binding_settings, build_engine, own_code_of
+from fedhassle.settings.build import build_engine, own_code_of
 from fedhassle.settings.request import flat
 from fedhassle.vectors import Arrays
 
@@ -231,72 +229,6 @@ def tell_privacy(run: Run) -> None:
             "privacy: the run ends after round %d of %d, since another would spend more than ε = %g",
             *(run.rounds, run.settings.rounds, run.settings.privacy.epsilon),
         )
-
-
-def resumed(run: Run, may_grow: bool = False) -> Checkpoint:
-    """The checkpoint from which a run goes on; refuses one that was made under other settings.
-
-    If it `may_grow`, it can have more rounds than before, as far as that does not change the rounds before.
-    """
-    start = restore(run.folder, run.method, run.plan.seed, run.device)
-    now = binding_settings(run.settings, run.dataset, run.split)
-    made = now if start.settings is None else start.settings
-    before = made.get("rounds")
-    if may_grow and isinstance(before, int) and 0 < before < run.rounds:
-        require_extendable(run, before)
-        log.warning("%s had %d rounds and continues to %d", run.folder.path, before, run.rounds)
-        made = made | {"rounds": run.rounds}
-    require_same_settings(run.folder, start.t, made, now)
-    require_headline(run, start)
-    beyond = start.t % run.settings.evaluate_every
-    if beyond and start.t < run.rounds:  # the end of a shorter run, where the longer one is not evaluated
-        discard_after(run.folder.checkpoints, start.t - beyond)
-        start = restore(run.folder, run.method, run.plan.seed, run.device)
-    start = start._replace(settings=now)
-    if not round_files(run.folder.checkpoints):  # so that the settings are known from the beginning
-        save_checkpoint(run.folder.checkpoints, start)
-    return start
-
-
-def require_headline(run: Run, start: Checkpoint) -> None:
-    """Refuses a checkpoint whose metrics are of another method."""
-    if not all(run.headline in metrics["accuracy"] for metrics in start.history):
-        raise UserError(
-            f"the checkpoint of round {start.t} in {run.folder.checkpoints} lacks accuracies of "
-            f"{run.headline!r}: remove {run.folder.checkpoints} to train all rounds again"
-        )
-
-
-def require_same_settings(folder: Folder, t: int, made: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses to go on after round t with other settings than before; its rounds would mix both."""
-    changed = [key for key in (now | made) if now.get(key) != made.get(key)]
-    if changed:
-        pairs = [
-            f"{escaped(key)[:50]}={brief(now.get(key))} instead of {brief(made.get(key))}" for key in changed
-        ]
-        since = f"the checkpoint of round {t}" if t else "the run began"
-        raise UserError(
-            f"{folder.config} or the images have changed since {since}: {some_of(pairs, 3)}. "
-            f"Put them back, or remove {folder.checkpoints} to train all rounds again"
-        )
-
-
-def restore(folder: Folder, method: Method, seed: int, device: torch.device) -> Checkpoint:
-    """The newest undamaged checkpoint, or the state before round 1; cuts the metrics on disk to match."""
-    remove_unfinished(folder.path)
-    remove_unfinished(folder.checkpoints)
-    found = load_checkpoint(folder.checkpoints, device)
-    if found is None:
-        found = Checkpoint(0, initial_state(method, seed, device), [])
-    discard_after(folder.checkpoints, found.t)
-    discard_old(folder.checkpoints)  # left by a kill just after a checkpoint
-    write_text(folder.metrics, "".join(map(metrics_line, found.history)))
-    return found
-
-
-def initial_state(method: Method, seed: int, device: torch.device) -> Arrays:
-    """The state before round 1."""
-    return {name: vector.to(device) for name, vector in method.initial(seed).items()}
 
 
 def write_result(run: Run, origin: Metrics, about: dict[str, Any]) -> Metrics:

@@ -26,7 +26,8 @@ from fedhassle.methods import METHODS, FedAvg
 from fedhassle.runs.checkpoints import KEPT, load_checkpoint
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Evaluation
-from fedhassle.runs.train import restore, train_rounds
+from fedhassle.runs.resume import restore
+from fedhassle.runs.train import train_rounds
 from fedhassle.vectors import all_finite
 
 DATA = small.dataset(side=3)

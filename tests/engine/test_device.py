@@ -16,7 +16,7 @@ from fedhassle.errors import UserError
 from fedhassle.layers import Stem
 from fedhassle.nets import Net
 from fedhassle.runs.folder import claim
-from fedhassle.runs.run import reopen
+from fedhassle.runs.resume import reopen
 from fedhassle.settings.build import build_engine
 from fedhassle.settings.request import MACHINE, request
 from fedhassle.settings.schema import COMPILED_ROUNDS, Settings, resolved_compile, resolved_precision

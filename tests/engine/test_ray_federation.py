@@ -28,7 +28,8 @@ from fedhassle.errors import DivergedError, UserError
 from fedhassle.method import Client, Update, average
 from fedhassle.methods import METHODS, FedAvg
 from fedhassle.provenance import machine
-from fedhassle.runs.run import identify, reopen
+from fedhassle.runs.resume import reopen
+from fedhassle.runs.run import identify
 from fedhassle.settings.build import build_dataset
 from fedhassle.settings.request import request
 

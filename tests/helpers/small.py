@@ -32,7 +32,8 @@ from fedhassle.method import Client, Descent, Method, Phase, Stream
 from fedhassle.methods import METHODS, Hassle
 from fedhassle.nets import Net
 from fedhassle.runs.folder import claim
-from fedhassle.runs.run import method_for_run, reopen
+from fedhassle.runs.resume import reopen
+from fedhassle.runs.run import method_for_run
 from fedhassle.runs.train import train_run
 from fedhassle.settings.build import build_dataset, build_split
 from fedhassle.settings.request import request

@@ -27,7 +27,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Client
 from fedhassle.methods import METHODS
 from fedhassle.methods.fedavg import FedAvg
-from fedhassle.runs.run import reopen
+from fedhassle.runs.resume import reopen
 from fedhassle.settings.build import build_method
 
 EVERY = pytest.mark.parametrize("name", METHODS)

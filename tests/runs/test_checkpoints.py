@@ -19,7 +19,7 @@ from fedhassle.runs import train
 from fedhassle.runs.checkpoints import Checkpoint, discard_after, load_checkpoint, save_checkpoint
 from fedhassle.runs.folder import Folder, claim
 from fedhassle.runs.logs import log_to_file
-from fedhassle.runs.run import reopen
+from fedhassle.runs.resume import reopen
 from fedhassle.runs.train import train_run
 from fedhassle.settings.request import request
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from small import assert_same_result, call, cut, metrics_of, summary_of
 
-from fedhassle.runs.run import reopen
+from fedhassle.runs.resume import reopen
 from fedhassle.runs.train import train_run
 
 

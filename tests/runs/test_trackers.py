@@ -16,7 +16,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation.server.coordinate import coordinate
 from fedhassle.runs import tracked, trackers, train
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.run import reopen
+from fedhassle.runs.resume import reopen
 from fedhassle.runs.train import train_run
 from fedhassle.settings.build import settings_hash
 

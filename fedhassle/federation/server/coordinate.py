@@ -42,9 +42,10 @@ from fedhassle.files import locked, write_text
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.logs import log_to_file
 from fedhassle.runs.record import Step
+from fedhassle.runs.resume import resumed
 from fedhassle.runs.run import Run
 from fedhassle.runs.trackers import require_installed
-from fedhassle.runs.train import resumed, train_in_federation
+from fedhassle.runs.train import train_in_federation
 
 log = logging.getLogger("fedhassle")
 
