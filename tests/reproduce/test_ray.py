@@ -16,18 +16,11 @@ from small import but_seconds, call, checkpoints
 
 from fedhassle.engine.cluster import Allocation, Machine
 from fedhassle.errors import UserError
-from fedhassle.reproduce import ray
+from fedhassle.reproduce import ray_task
 from fedhassle.reproduce.experiment import Selection, cells, read_experiment
 from fedhassle.reproduce.ledger import Ledger
-from fedhassle.reproduce.ray import (
-    CellTask,
-    ProgressBoard,
-    RaySweep,
-    allocation_for,
-    check_machine,
-    placed,
-    train_cell,
-)
+from fedhassle.reproduce.ray import ProgressBoard, RaySweep, allocation_for, placed
+from fedhassle.reproduce.ray_task import CellTask, check_machine, train_cell
 from fedhassle.reproduce.sweep import Sweep
 from fedhassle.runs import several
 
@@ -175,7 +168,7 @@ def test_a_stopped_task_ends_after_its_round_and_resumes_later(chosen, made, tmp
 def test_a_finished_run_on_the_machine_is_returned_as_it_is(chosen, tmp_path, monkeypatch):
     sent = task(chosen[0], tmp_path / "run")
     first = train_cell(sent, never)
-    monkeypatch.setattr(ray, "train_run", None)
+    monkeypatch.setattr(ray_task, "train_run", None)
     assert train_cell(sent, never) == first
 
 
