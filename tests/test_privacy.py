@@ -21,7 +21,7 @@ from fedhassle.method import Client, Update
 from fedhassle.methods import FedAvg, Hassle
 from fedhassle.randomness import generator
 from fedhassle.robust import clipped_jointly, joint_norm
-from fedhassle.settings.build import expected_hash
+from fedhassle.settings.hashing import expected_hash
 
 NET = small.net(small.Linear, side=3)
 

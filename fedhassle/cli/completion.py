@@ -85,7 +85,8 @@ def values_of(key: str, words: Sequence[str], start: str) -> list[str]:
 
 def types_after(words: Sequence[str]) -> dict[str, Any]:
     """Returns the types of the settings of the method that words name, or of the default one."""
-    from fedhassle.settings.schema import method_class, setting_types, settings_model
+    from fedhassle.settings.mistakes import setting_types
+    from fedhassle.settings.schema import method_class, settings_model
 
     def types(name: str) -> dict[str, Any]:
         return setting_types(settings_model(method_class(name), name))  # type: ignore[arg-type] # a class is hashable

@@ -15,14 +15,8 @@ from fedhassle.federation.agreement import Agreement, run_request
 from fedhassle.federation.masks.contribution import MaskTerms
 from fedhassle.method import Method
 from fedhassle.runs.folder import Folder
-from fedhassle.settings.build import (
-    build_engine,
-    build_method,
-    build_net,
-    build_privacy,
-    own_code_of,
-    rounds_of,
-)
+from fedhassle.settings.build import build_engine, build_method, build_net, build_privacy, rounds_of
+from fedhassle.settings.hashing import own_code_of
 from fedhassle.settings.request import Request, read_tables
 from fedhassle.settings.schema import MethodSettings, Settings, method_class, resolve
 from fedhassle.wrapped import unwrapped

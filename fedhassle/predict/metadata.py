@@ -20,7 +20,8 @@ from fedhassle.data.npz import LARGEST_SIDE
 from fedhassle.data.site.intensities import parsed_intensities
 from fedhassle.errors import UserError
 from fedhassle.names import class_name
-from fedhassle.settings.schema import MethodSettings, first_mistake, method_class, method_table
+from fedhassle.settings.mistakes import first_mistake
+from fedhassle.settings.schema import MethodSettings, method_class, method_table
 
 FORMAT = 1  # of the file
 

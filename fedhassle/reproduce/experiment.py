@@ -16,7 +16,7 @@ from fedhassle.errors import UserError, require
 from fedhassle.names import brief, nearest, some_lines
 from fedhassle.reproduce.paper import HEADLINE, TomlTable, Words
 from fedhassle.runs.run import Identity, identify
-from fedhassle.settings.build import is_machine_setting
+from fedhassle.settings.hashing import is_machine_setting
 from fedhassle.settings.request import Changes, Request, flat, key_value, layer, read_toml, request, shipped
 
 SHIPPED = "reproduce/experiments"

@@ -22,7 +22,8 @@ from fedhassle.runs.record import Metrics, read_summary
 from fedhassle.runs.resume import reopen, stored_device
 from fedhassle.runs.run import Identity, Load, Loader, Run, start
 from fedhassle.runs.several import Event, train_several
-from fedhassle.settings.build import build_dataset, settings_hash
+from fedhassle.settings.build import build_dataset
+from fedhassle.settings.hashing import settings_hash
 
 log = logging.getLogger("fedhassle")
 

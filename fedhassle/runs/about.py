@@ -11,7 +11,7 @@ from fedhassle.engine.privacy.account import is_noisy
 from fedhassle.provenance import hardware, versions
 from fedhassle.runs.record import EPSILON, Metrics
 from fedhassle.runs.run import Run
-from fedhassle.settings.build import own_code_of, settings_hash
+from fedhassle.settings.hashing import own_code_of, settings_hash
 from fedhassle.settings.schema import Settings
 
 

@@ -15,7 +15,7 @@ from fedhassle.engine.tensor_files import DIGITS, read_arrays, round_file, round
 from fedhassle.errors import DamagedError
 from fedhassle.names import brief
 from fedhassle.runs.record import EvaluatedRound, Metrics
-from fedhassle.settings.schema import first_mistake
+from fedhassle.settings.mistakes import first_mistake
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")

@@ -18,7 +18,7 @@ from fedhassle.errors import UserError
 from fedhassle.method import Client, Method
 from fedhassle.names import class_name
 from fedhassle.runs.folder import Folder, resume_command
-from fedhassle.settings.schema import first_mistake
+from fedhassle.settings.mistakes import first_mistake
 
 Metrics = dict[str, Any]
 """Plain data as in JSON: a line of metrics.jsonl (the rounds since the line before), or a summary."""

@@ -24,7 +24,8 @@ from fedhassle.runs.checkpoints import (
 from fedhassle.runs.folder import Folder, resume_command, stored_request
 from fedhassle.runs.record import metrics_line
 from fedhassle.runs.run import Load, Run, method_for_run, own_code_text, prepare
-from fedhassle.settings.build import binding_settings, build_dataset, own_code_of
+from fedhassle.settings.build import build_dataset
+from fedhassle.settings.hashing import binding_settings, own_code_of
 from fedhassle.settings.request import Request
 from fedhassle.settings.schema import PER_DEVICE, PER_WORKERS, resolve, resolved_device
 from fedhassle.vectors import Arrays

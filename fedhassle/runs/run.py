@@ -40,10 +40,9 @@ from fedhassle.settings.build import (
     build_privacy,
     build_sample_privacy,
     build_split,
-    expected_hash,
-    own_code_of,
     rounds_of,
 )
+from fedhassle.settings.hashing import expected_hash, own_code_of
 from fedhassle.settings.request import Request, varied
 from fedhassle.settings.schema import (
     Settings,

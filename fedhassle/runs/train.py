@@ -54,7 +54,8 @@ from fedhassle.runs.resume import initial_state, resumed
 from fedhassle.runs.run import Run, write_settings
 from fedhassle.runs.seeds import grouped
 from fedhassle.runs.trackers import tracking
-from fedhassle.settings.build import build_engine, own_code_of
+from fedhassle.settings.build import build_engine
+from fedhassle.settings.hashing import own_code_of
 from fedhassle.settings.request import flat
 from fedhassle.vectors import Arrays
 

@@ -14,7 +14,8 @@ from fedhassle.data.dataset import hold_out
 from fedhassle.data.site.sites import SiteImages
 from fedhassle.data.split.split import Split
 from fedhassle.errors import UserError
-from fedhassle.settings.build import build_dataset, build_split, expected_hash, settings_hash
+from fedhassle.settings.build import build_dataset, build_split
+from fedhassle.settings.hashing import expected_hash, settings_hash
 
 CLASSES = ("benign", "malignant")
 WORDS = (

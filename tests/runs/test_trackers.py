@@ -18,7 +18,7 @@ from fedhassle.runs import tracked, trackers, train
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.resume import reopen
 from fedhassle.runs.train import train_run
-from fedhassle.settings.build import settings_hash
+from fedhassle.settings.hashing import settings_hash
 
 pytestmark = [  # without importing it: the environment before the import is tested too
     pytest.mark.skipif(find_spec(name) is None, reason=f"the extra {name} is not installed")

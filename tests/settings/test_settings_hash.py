@@ -12,7 +12,8 @@ from small import resolved
 from fedhassle.data import npz
 from fedhassle.errors import UserError
 from fedhassle.methods import METHODS
-from fedhassle.settings.build import build_dataset, expected_hash, settings_hash
+from fedhassle.settings.build import build_dataset
+from fedhassle.settings.hashing import expected_hash, settings_hash
 from fedhassle.settings.request import MACHINE
 
 
@@ -185,7 +186,7 @@ def test_the_hash_is_known_before_a_run_is_built(images, tmp_path, monkeypatch):
         assert expected_hash(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
     settings = resolved(own[0], f"split.file={tmp_path / 'split.npz'}")
     assert expected_hash(settings) == settings_hash(settings, build_dataset(settings), small.SPLIT)
-    monkeypatch.setattr("fedhassle.settings.build.build_dataset", None)  # nothing is loaded for a named set
+    monkeypatch.setattr("fedhassle.settings.hashing.build_dataset", None)  # nothing is loaded for a named set
     named = dataclasses.replace(small.dataset(), name="cifar10")
     settings = resolved("data=cifar10", "data.folder=nowhere")
     assert expected_hash(settings) == settings_hash(settings, named, small.SPLIT)
