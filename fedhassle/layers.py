@@ -24,7 +24,7 @@ def planar(x: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Returns a tensor (N, C, H, W) pixel by pixel."""
+    """Returns a tensor (N, C, H, W) pixel by pixel; it is copied only if it is not."""
     return x.contiguous(memory_format=torch.channels_last)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhassle.architectures import LeNet, ResNet8, ResNet18, Shape, WideResNet28
+from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.dropout import SeededDropout
 from fedhassle.errors import UserError, require
 from fedhassle.randomness import number
@@ -34,63 +35,6 @@ SMALL = 32 * 32
 # Held while using PyTorch's global random state, from which modules draw their weights and some layers noise.
 drawing = threading.RLock()
 
-
-class CaptureLock:
-    """Keeps networks that run eagerly apart from CUDA graph captures in other threads.
-
-    A library that times its kernels on new shapes waits for the whole device. CUDA forbids that during a
-    capture, and invalidates the capture. So either one thread captures, or any number of threads run
-    networks.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._capturing = False
-        self._waiting = 0  # captures
-        self._eager = 0  # threads
-        self._depth = threading.local()
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Waits until no graph is being captured; networks may run in the block. Re-entrant."""
-        depth = getattr(self._depth, "n", 0)
-        if not depth:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._capturing and not self._waiting)
-                self._eager += 1
-        self._depth.n = depth + 1
-        try:
-            yield
-        finally:
-            self._depth.n = depth
-            if not depth:
-                with self._changed:
-                    self._eager -= 1
-                    self._changed.notify_all()
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Waits until no other thread runs networks; a graph may be captured in the block.
-
-        Within it `eager` does not wait. Must not be entered within `eager`, for which it would wait forever.
-        """
-        assert not getattr(self._depth, "n", 0)
-        with self._changed:
-            self._waiting += 1
-            self._changed.wait_for(lambda: not self._capturing and not self._eager)
-            self._waiting -= 1
-            self._capturing = True
-        self._depth.n = 1
-        try:
-            yield
-        finally:
-            self._depth.n = 0
-            with self._changed:
-                self._capturing = False
-                self._changed.notify_all()
-
-
-CAPTURE_LOCK = CaptureLock()
 
 NETS: dict[str, Callable[..., nn.Module]] = {
     "lenet": LeNet,

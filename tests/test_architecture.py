@@ -10,7 +10,8 @@ import fedhassle
 
 PACKAGE = Path(fedhassle.__file__).parent
 STOREYS = [  # from the ground up; a module imports what lies below it, or beside it on its storey
-    {"blocks", "errors", "files", "names", "terminal", "version", "provenance", "randomness", "ranges"},
+    {"blocks", "capture", "errors", "files", "names", "terminal", "version"}
+    | {"provenance", "randomness", "ranges"},
     {"data"},
     {"vectors", "robust", "architectures", "layers", "dropout", "nets", "losses", "optimiser", "method"}
     | {"averaging", "wrapped"},

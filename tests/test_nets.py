@@ -12,13 +12,14 @@ from torch import nn
 
 from fedhassle import nets
 from fedhassle.architectures import LeNet, PreactivatedBlock, ResNet8, ResNet18, WideResNet28
+from fedhassle.capture import CaptureLock
 from fedhassle.engine.client import train
 from fedhassle.engine.cores import side_by_side
 from fedhassle.errors import UserError
 from fedhassle.layers import Shortcut
 from fedhassle.method import Model
 from fedhassle.methods import METHODS
-from fedhassle.nets import NETS, CaptureLock, Net, check_image, images_a_pass
+from fedhassle.nets import NETS, Net, check_image, images_a_pass
 
 BUILDS = pytest.mark.parametrize(
     ("build", "channels"),

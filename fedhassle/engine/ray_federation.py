@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
@@ -53,11 +51,11 @@ from fedhassle.engine.trainer import Task, steps
 from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Client, Method, Update
 from fedhassle.names import counted
+from fedhassle.nets import CPU
 from fedhassle.vectors import Arrays, size_in_bytes
 
 log = logging.getLogger("fedhassle")
 
-CPU = torch.device("cpu")
 GROUPS = 64  # updates, or means of updates, that the driver receives in a round at most
 WAVE = 64  # clients that a worker trains in one call: it holds so many updates at once
 SMALL = 10_000  # bytes of an array that is sent in place, even if several clients receive it

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.views import Views, make_views
 from fedhassle.engine.client import Trained, train, visit
@@ -16,7 +17,6 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.job import Samples, Site, to_device
 from fedhassle.method import Client, Method
-from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.vectors import Arrays
 
 

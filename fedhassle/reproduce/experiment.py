@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from fedhassle.data.split.layout import KINDS
 from fedhassle.engine.metrics import OVER_CLIENTS
 from fedhassle.errors import UserError, require
 from fedhassle.names import brief, nearest, some_lines
@@ -23,8 +24,9 @@ SHIPPED = "reproduce/experiments"
 MEASURED = (  # tables of a run's metrics
     *("accuracy", "loss", "test_loss", "client_accuracy", "metrics", "bytes_up", "bytes_down"),
 )
-KINDS = ("full", "partial", "unlabelled")
-KNOWN = {"client_accuracy": OVER_CLIENTS, "bytes_up": KINDS, "bytes_down": KINDS}  # names in these tables
+KNOWN: dict[str, tuple[str, ...]] = {  # the names in these tables
+    **{"client_accuracy": OVER_CLIENTS, "bytes_up": KINDS, "bytes_down": KINDS},
+}
 WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients
 
 

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
-from fedhassle.nets import CAPTURE_LOCK
 
 
 class Compiler:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedhassle.layers import channels_last
+
 WIDTH = 32  # maximum number of channels of a tile
 ENTRIES = 2048  # of a tile
 TILES = 4  # loaded at once, to keep the memory busy
@@ -89,7 +91,7 @@ def _sums(  # type: ignore[no-untyped-def]
 
 def moments(x: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float) -> Tensor:
     """Mean and 1/√(variance + ε) of each channel, (2, C); updates the running statistics."""
-    return _launch(laid(x), mean=mean, variance=variance, momentum=momentum, eps=eps)
+    return _launch(channels_last(x), mean=mean, variance=variance, momentum=momentum, eps=eps)
 
 
 def gradient_sums(
@@ -97,12 +99,9 @@ def gradient_sums(
 ) -> Tensor:
     """Σg and Σg·x̂, (2, C); if gain and shift are given, g is zero where ReLU(gain·x̂ + shift) is zero."""
     mean, spread = moments
-    return _launch(laid(x), mean=mean, spread=spread, gradient=laid(gradient), gain=gain, shift=shift)
-
-
-def laid(x: Tensor) -> Tensor:
-    """Feature maps in channels_last; copied only if they are not, such as an expanded gradient."""
-    return x.contiguous(memory_format=torch.channels_last)
+    return _launch(
+        channels_last(x), mean=mean, spread=spread, gradient=channels_last(gradient), gain=gain, shift=shift
+    )
 
 
 def _launch(

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import torch
 
+from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.client import Trained, Visit, collect, run_jobs
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer, shape_of
 from fedhassle.engine.gpu.streams import FIRST, STREAMS, USUAL
 from fedhassle.engine.job import Job
 from fedhassle.errors import UserError, require
-from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")

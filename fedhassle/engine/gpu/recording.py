@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.client import Buffers, run_job
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
@@ -48,7 +49,6 @@ from fedhassle.engine.gpu.program import (
 from fedhassle.engine.gpu.streams import STREAMS
 from fedhassle.engine.job import Job, Schedule, draw
 from fedhassle.errors import first_line
-from fedhassle.nets import CAPTURE_LOCK
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays
 
