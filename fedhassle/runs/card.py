@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedhassle import blocks
 from fedhassle.data.split.layout import KINDS
 from fedhassle.names import counted, some_of
 from fedhassle.runs.record import (
@@ -150,7 +151,7 @@ def site_table(summary: Metrics) -> str:
     known = any("recall" in site for site in shown.values())
     heading = ["site", "images", "accuracy %", *(["AUROC", "ECE", "recall %"] if known else [])]
     rows = [site_row(name, site, headline, name in agreed)[: len(heading)] for name, site in shown.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *rows])
+    return blocks.table([heading, *rows])
 
 
 def site_row(name: str, site: Mapping[str, Any], headline: str, agreed: bool) -> list[str]:

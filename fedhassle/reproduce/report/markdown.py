@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedhassle.blocks import block_pattern, escaped, replaced
+from fedhassle.blocks import table as plain_table
 from fedhassle.reproduce.paper import paper_results
 from fedhassle.reproduce.report.content import Report, Section
 from fedhassle.reproduce.report.findings import Finding, findings
@@ -125,8 +126,8 @@ def findings_block(every: Sequence[Finding]) -> str:
 
 def findings_table(every: Sequence[Finding]) -> str:
     """The table of claims and verdicts."""
-    lines = [["claim", "in the paper", "verdict", "numbers"], ["---"] * 4]
+    rows = [["claim", "in the paper", "verdict", "numbers"]]
     for one in every:
-        words = (one.claim.says, one.section.experiment.source, one.verdict)
-        lines.append([*(escaped(word) for word in words), escaped(one.numbers)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        words = (one.claim.says, one.section.experiment.source, one.verdict, one.numbers)
+        rows.append([escaped(word) for word in words])
+    return plain_table(rows)
