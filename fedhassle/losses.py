@@ -18,9 +18,9 @@ def cross_entropy_each(z: Tensor, y: Tensor) -> Tensor:
 
 
 def calibrated(z: Tensor, y: Tensor) -> Tensor:
-    """Z + log p, where p are the shares of the classes among the batch's labels, each counted one more.
+    """Returns z + log p, where p are the shares of the classes in the batch, with one added to each count.
 
-    The cross-entropy of it does not teach a model the class mix of the client at hand (balanced softmax, Ren
+    Its cross-entropy does not teach a model the class mix of the client at hand (balanced softmax, Ren
     et al., 2020; FedLC, Zhang et al., 2022). y are labels (B,) or probabilities (B, M).
     """
     counts = (one_hot(y, z.shape[1]) if y.dim() == 1 else y).sum(0) + 1  # (M,)

@@ -80,7 +80,7 @@ class Model(NamedTuple):
         return self._replace(weights=weights)
 
     def lerp(self, end: Model, share: Tensor) -> Model:
-        """The way from this model to `end`, gone by `share`."""
+        """Returns the model at a share of the way from this one to `end`."""
         weights = self.weights.lerp(end.weights, share)
         return self._replace(weights=weights, statistics=self.statistics.lerp(end.statistics, share))
 
@@ -101,7 +101,7 @@ class Batch(NamedTuple):
     y: Tensor
 
     def at(self, i: int) -> Batch:
-        """One of several batches in a row, which have an axis more in front."""
+        """Returns batch i of several, which have one more axis in front."""
         return Batch(tuple(view[i] for view in self.views), self.y[i])
 
 
@@ -179,7 +179,7 @@ class Phase:
     streams: tuple[Stream, ...]  # the first paces the epochs, the others walk on end to end
     descents: tuple[Descent, ...]
     epochs: int = 0  # passes over the first stream, each in ⌈n/B⌉ full batches
-    steps: int = 0  # in place of epochs: so many batches, passes end to end
+    steps: int = 0  # number of batches, in place of epochs; passes follow end to end
     then: Callable[[Models, Models], Mapping[str, Any]] | None = None  # (local, received) -> new local values
     draw: Callable[[np.random.Generator], np.ndarray] | None = None  # further randomness of a step, as data
 
@@ -309,9 +309,9 @@ class Method:
         require(self.trim is None or self.merging == "trimmed", "trim needs a trimmed mean: merging=trimmed")
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """The method as its run has it: of so many rounds, in each of which so many clients are drawn.
+        """Returns the method adapted to its run; `drawn`: the number of clients that a round draws.
 
-        There are no clients where nobody knows all of them beforehand, as in a federation. A method that
+        `clients` is empty if nobody knows all of them beforehand, as in a federation. A method that
         overrides it starts from what this one returns.
         """
         self.require_rounds_after_warmup(rounds, "rounds")
@@ -432,7 +432,7 @@ class Method:
 
 
 def mean_steps(method: Method, clients: Sequence[Client], drawn: int) -> int:
-    """Returns the mean number of steps of a round in which so many clients are drawn; at least 1."""
+    """Returns the mean number of steps of a round that draws `drawn` of the clients; at least 1."""
     total = sum(phase.length(client) for client in clients for phase in method.phases(client, 1))
     return max(1, round(drawn / len(clients) * total))
 
@@ -444,9 +444,9 @@ def require_float32(name: str, value: object) -> None:
 
 
 def average(updates: Sequence[Update], merging: Merging | None = None, trim: float = TRIM) -> Arrays:
-    """Each vector that came back: the mean over the clients that trained it, by the samples that did.
+    """The mean of each vector over the clients that trained it, weighted by the samples that they used.
 
-    With `merging`, what takes the place of the mean.
+    `merging`: a statistic that takes the place of the mean.
     """
     names = dict.fromkeys(name for update in updates for name in update.arrays)
     by_name = {name: [update for update in updates if name in update.arrays] for name in names}

@@ -111,7 +111,7 @@ def trimmed_mean(rows: Tensor, weights: Tensor, trim: float) -> Tensor:
 
 
 def left_out(count: int, trim: float) -> int:
-    """Returns how many of so many entries a trimmed mean leaves out at each end."""
+    """Returns how many of `count` entries a trimmed mean leaves out at each end."""
     return min(max(1, int(trim * count)), (count - 1) // 2)
 
 

@@ -56,7 +56,7 @@ class Wrapped(Method):
         return self.inner.pooled
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """The method as its run has it."""
+        """The method adapted to its run."""
         known = super().for_run(rounds, clients, drawn)
         return replace(known, method=self.inner.for_run(rounds, clients, drawn))
 

@@ -35,7 +35,7 @@ def descend(
 
 
 def step_of_sgd(weights: Tensor, state: State, gradient: Tensor, sgd: SGD, rate: Tensor | None) -> None:
-    """W ← w − η·v, where v ← m·v + g + δ·w; with Nesterov, w ← w − η·(g + δ·w + m·v)."""
+    """Sets w ← w − η·v, where v ← m·v + g + δ·w; with Nesterov, w ← w − η·(g + δ·w + m·v)."""
     (momentum,) = state
     if sgd.decay:
         gradient = gradient.add(weights, alpha=sgd.decay)
@@ -45,7 +45,7 @@ def step_of_sgd(weights: Tensor, state: State, gradient: Tensor, sgd: SGD, rate:
 
 
 def step_of_adamw(weights: Tensor, state: State, gradient: Tensor, adamw: AdamW, rate: Tensor | None) -> None:
-    """W ← (1 − η·δ)·w − η·m̂/(√v̂ + ε): m̂ and v̂ are means of g and g², corrected for their start at zero."""
+    """Sets w ← (1 − η·δ)·w − η·m̂/(√v̂ + ε); m̂, v̂: means of g and g², corrected for their start at zero."""
     mean, square, steps = state
     steps.add_(1)
     mean.lerp_(gradient, 1 - adamw.beta1)

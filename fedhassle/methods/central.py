@@ -35,6 +35,6 @@ class Central(FedAvg):
         return FedAvg(self.net, self.batch, self.epochs)
 
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
-        """The walks over data that lie at clients, but so many steps of each."""
+        """The walks over data that lie at clients, but with the run's number of steps."""
         walks = super().phases(client, t)
         return tuple(replace(walk, epochs=0, steps=self.steps) for walk in walks) if self.steps else walks
