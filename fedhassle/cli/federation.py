@@ -248,10 +248,11 @@ def status(folder: Coordinators = FOLDER) -> None:
         say(f"  {site.name:20} {here:8}  admitted {site.since[:10]}{images}{why}")
     if not found.sites:
         say("  no site is admitted yet: fedhassle federation admit NAME NAME.pub")
-    if not found.up:
+    if found.trouble:
+        say(found.trouble)
+    elif not found.up:
         again = shlex.join(["fedhassle", "federation", "server", str(folder)])
         say(f"the server is not running: start it with {again}")
-        return
     for one in found.runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")
     if found.warnings:

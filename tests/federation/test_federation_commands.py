@@ -11,6 +11,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
 from fedhassle.federation.build import run_settings
 from fedhassle.federation.flower import process_tree, processes
-from fedhassle.federation.flower.logs import LogReader
+from fedhassle.federation.flower.logs import LogReader, write_line
 from fedhassle.federation.server import calls, host
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.setup import reach
@@ -471,6 +472,23 @@ def test_status_shows_the_sites_online_and_those_that_the_last_run_refused(
     lines = [line.split("  admitted")[0].split() for line in out.splitlines() if "  admitted" in line]
     assert code == 0 and lines == [["north", "here"], ["south", "here"]]
     assert one_line(out).count("refused by the last run: its file is another one") == 1
+
+
+def test_status_says_why_a_server_that_runs_cannot_answer(coordinator, monkeypatch):
+    """At once: it does not wait until a backup has ended, or a disk has space again."""
+    asked, why = [], "the server's disk is full"
+
+    def send(self, request, **more):
+        asked.append(request)
+        return httpx.Response(503, json={"detail": why}, request=request)
+
+    monkeypatch.setattr(httpx.Client, "send", send)
+    log = host.server_log(FederationFolder(coordinator))
+    log.parent.mkdir()
+    write_line(log, "WARNING", "something happened")
+    code, out, _ = call("federation", "status", coordinator)
+    assert code == 0 and f"cannot answer now: {why}" in one_line(out) and len(asked) == 1
+    assert "is not running" not in out and "something happened" in out
 
 
 def test_a_running_server_follows_the_record(coordinator, tmp_path, monkeypatch):

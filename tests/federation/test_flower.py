@@ -342,7 +342,7 @@ def test_rounds_that_spoil_the_model_are_undone(deployment):
 
     The rogue's own evaluation does not count, so one site with forty images decides.
     """
-    deployment.orders({"4": "opposite", "evaluate": "billions"})
+    deployment.orders({"4": "opposite", "evaluate": "alone"})
     bounds = {"clip_above": 0.0, "refuse_above": 0.0, "worst_drop": 0.1}
     deployment.submit("undone", rounds=6, every=2, minimum=3, bounds=bounds)
     deployment.finish("undone")
@@ -404,6 +404,8 @@ def test_a_locked_database_and_dead_programs_cost_no_site_a_round(deployment):
     database.execute("BEGIN EXCLUSIVE")
     locked = "locked by another program"
     deployment.until("troubled", lambda: locked in log.read_text(errors="replace"), "a lock that was noticed")
+    _, out, _ = call("federation", "status", deployment.files.path)
+    assert f"cannot answer now: the server's database is {locked}" in " ".join(out.split())
     time.sleep(5)  # until every part has met it
     database.execute("ROLLBACK")
     database.close()

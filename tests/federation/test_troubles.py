@@ -151,6 +151,15 @@ def test_a_full_disk_says_so():
     assert "locked by another program" in database.explained(LOCKED)
 
 
+def test_a_line_after_one_that_a_full_disk_has_cut_off_is_read(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text(
+        "2026-11-18 21:19:09,411 flwr WARNING Conn 2026-11-18 21:20:32,751 fedhassle WARNING works again\n"
+    )
+    assert logs.last_warnings(log, 5) == ["2026-11-18 21:20:32  works again"]
+    assert logs.LogReader(log).new_lines() == ["21:20:32 works again"]
+
+
 def test_an_upload_that_was_stored_already_is_answered_alike():
     store = {"there": b"content", "empty": b""}
     state = SimpleNamespace(object_store=store)

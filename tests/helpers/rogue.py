@@ -22,9 +22,11 @@ def orders_of(self):
 
 
 def evaluate(self, payload):
-    answer = fair(self, payload)
-    if orders_of(self).get("evaluate") == "billions":
+    answer, told = fair(self, payload), orders_of(self).get("evaluate")
+    if told == "billions":
         return Payload({"right": dict.fromkeys(answer.words["right"], 10**12), "count": 10**12})
+    if told == "alone":  # of a prediction that only this node knows
+        return Payload({**answer.words, "right": {"mine": answer.words["count"]}})
     return answer
 
 

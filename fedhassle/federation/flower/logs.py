@@ -10,6 +10,7 @@ from pathlib import Path
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"  # of a node's log
 # A line of a run's log, or of a node's log, which has the logger's name too and lines of Flower in between.
+# It may follow the beginning of another one, which a full disk has cut off.
 LINE = re.compile(r"\d{4}-\d\d-\d\d (?P<time>\d\d:\d\d:\d\d),\d+ (?:fedhassle )?(?:[A-Z]+) (?P<message>.*)")
 
 
@@ -55,7 +56,7 @@ def last_warnings(path: Path, count: int) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    found = [match for match in map(WARNING.fullmatch, lines) if match]
+    found = [match for match in map(WARNING.search, lines) if match]
     return [f"{match['time']}  {match['message']}" for match in found[-count:]]
 
 
@@ -73,5 +74,5 @@ class LogReader:
             file.seek(self.position)
             whole = file.read().rpartition(b"\n")[0]
         self.position += len(whole) + bool(whole)
-        found = [LINE.fullmatch(line) for line in whole.decode("utf-8", "replace").splitlines()]
+        found = [LINE.search(line) for line in whole.decode("utf-8", "replace").splitlines()]
         return [f"{match['time']} {match['message']}" for match in found if match]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +29,16 @@ PATIENCE = 60.0  # seconds in which a call is repeated while the server cannot a
 UNREGISTERED, ONLINE = "unregistered", "online"  # Flower's words for the state of a node
 
 
+class UnableError(UserError):
+    """The server answers, but cannot do now what it is asked: its database is locked, or its disk is full."""
+
+
 class Link(NamedTuple):
     """The address of a SuperLink, and the certificate authority that certifies it."""
 
     address: str
     ca: Path
+    patience: float = PATIENCE
 
 
 class RegisteredNode(NamedTuple):
@@ -66,7 +71,7 @@ def link_of(folder: FederationFolder) -> Link:
     return Link(f"{'[::1]' if ':' in address.host else '127.0.0.1'}:{address.port}", folder.ca)
 
 
-def patient() -> RetryInvoker:
+def patient(seconds: float) -> RetryInvoker:
     """Repeats a call for a while if the server says that it cannot answer now: its database may be locked."""
 
     def is_refusal(error: Exception) -> bool:
@@ -75,7 +80,7 @@ def patient() -> RetryInvoker:
     return RetryInvoker(
         *(lambda: constant(1.0), httpx.HTTPStatusError),
         max_tries=None,
-        max_time=PATIENCE,
+        max_time=seconds,
         should_giveup=is_refusal,
     )
 
@@ -89,20 +94,32 @@ def connected_to(link: Link) -> Iterator[ControlHttpClient]:
             insecure=False,
             root_certificates=link.ca.read_bytes(),
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr")],
-            retry_invoker=patient(),
+            retry_invoker=patient(link.patience),
         )
     except (OSError, ValueError) as error:
         raise UserError(f"the certificate {link.ca} cannot be used: {error}") from error
     try:
         yield client
     except httpx.HTTPStatusError as error:
-        raise UserError(f"the server at {link.address} refuses: {error.response.text[:300]}") from error
+        said = reason_in(error.response)
+        if error.response.is_server_error:
+            raise UnableError(f"the server at {link.address} cannot answer now: {said}") from error
+        raise UserError(f"the server at {link.address} refuses: {said}") from error
     except httpx.HTTPError as error:
         raise UserError(
             f"no server answers at {link.address} ({error}): start it with `fedhassle federation server`"
         ) from error
     finally:
         client.close()
+
+
+def reason_in(response: httpx.Response) -> str:
+    """The reason that an answer gives for an error."""
+    with suppress(ValueError):
+        said = response.json()
+        if isinstance(said, dict) and "detail" in said:
+            return str(said["detail"])
+    return response.text[:300]
 
 
 def is_ready(link: Link) -> bool:

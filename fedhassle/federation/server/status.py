@@ -65,16 +65,19 @@ class Status(NamedTuple):
     runs: list[calls.StartedRun]  # the latest first
     run: RunStatus | None  # the latest
     warnings: list[str]  # of the server's log, the latest last
+    trouble: str = ""  # why a server that runs cannot answer, or nothing
 
 
 def read_status(folder: FederationFolder) -> Status:
     """Reads the status of the server of a federation, which may be down."""
-    agreement, link = read_agreement(folder.agreement), calls.link_of(folder)
-    sites = admitted(folder.path)
+    agreement = read_agreement(folder.agreement)
+    link = calls.link_of(folder)._replace(patience=0)  # a trouble is shown, not waited for
+    sites, trouble = admitted(folder.path), ""
     try:
         online, runs, up = host.online_sites(link, sites), calls.runs(link)[:FEW], True
-    except UserError:
+    except UserError as error:
         online, runs, up = set[str](), list[calls.StartedRun](), False
+        trouble = str(error) if isinstance(error, calls.UnableError) else ""
     found = None
     events, merged = list[Event](), Counter[str]()
     if runs:
@@ -90,7 +93,7 @@ def read_status(folder: FederationFolder) -> Status:
     ]
     warnings = last_warnings(host.server_log(folder), FEW)
     about = agreement.name, agreement.address, agreement_hash(agreement)
-    return Status(time.time(), *about, up, known, runs, found, warnings)
+    return Status(time.time(), *about, up, known, runs, found, warnings, trouble)
 
 
 def run_status(run: calls.StartedRun, events: Sequence[Event]) -> RunStatus:
