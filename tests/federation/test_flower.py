@@ -518,7 +518,8 @@ def test_a_stopped_run_frees_its_folder_and_can_be_resumed(deployment):
 def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deployment):
     """A wrong label changes nothing; the node says so, and takes the file when it is right.
 
-    A node that is restarted then still validates on nothing: the run has trained on all of its images.
+    A node that is restarted then still validates on nothing: the run has trained on all of its images. The
+    names of patients, which come with the labels, are in no other file, be it a log or a database.
     """
     deployment.orders({})
     number = deployment.submit("late", rounds=1000, every=1, minimum=3)
@@ -546,6 +547,7 @@ def test_labels_that_come_later_are_counted_and_used_and_the_run_goes_on(deploym
     *_, event = joined_late(deployment)
     assert [event[key] for key in ("labelled", "unlabelled", "validation")] == [20, 20, 0]
     assert event["patients"] == 5 and event["validation_patients"] == 0
+    assert files_with(b"Erika", deployment.folder) == [deployment.folder / LATE / "labels.csv"]
 
 
 def see_status(deployment):
@@ -569,13 +571,23 @@ def see_status(deployment):
         assert "The server answers" in page and page.count("online</span>") == len(SITES)
 
 
+def files_with(word, folder):
+    """The files that contain a word; others may vanish meanwhile."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and word in path.read_bytes():
+                found.append(path)
+    return found
+
+
 def joined_late(deployment):
     return [event for event in deployment.events("late", "joined") if event["site"] == LATE]
 
 
 def label_late(deployment, label):
     """Labels half of a site's images, ten seconds ago: its node waits until a file no longer changes."""
-    rows = (f"{k:02}.tif,{label if k == 0 else 'abcd'[k % 4]},{k // 4}" for k in range(20))
+    rows = (f"{k:02}.tif,{label if k == 0 else 'abcd'[k % 4]},Erika {k // 4}" for k in range(20))
     lines = ["file,label,patient", *rows]
     file, then = deployment.folder / LATE / "labels.csv", time.time() - 10
     file.with_suffix(".new").write_text("\n".join(lines))
