@@ -146,8 +146,7 @@ def test_the_examples_of_the_data_page_run(tmp_path, monkeypatch, capsys):
     assert "True" in capsys.readouterr().out
     names = fedhassle.Split.load("run-3/split.npz").names
     assert names[:3] == ("writer 0", "writer 1", "writer 2") and len(names) == 30
-    named, numbered = (fedhassle.Split.load(f"run-{k}/split.npz") for k in (3, 4))
-    assert all(map(np.array_equal, named.labelled, numbered.labelled))
+    assert fedhassle.Split.load("run-3/split.npz").hash == fedhassle.Split.load("run-4/split.npz").hash
 
 
 def write_sites(folder):

@@ -28,6 +28,7 @@ class CsvColumns(NamedTuple):
 
     names: tuple[str, ...]
     rows: list[CsvRow]
+    ignored: tuple[str, ...]  # names of the file's other columns
 
 
 def read_columns(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> CsvColumns:
@@ -38,7 +39,7 @@ def read_columns(path: Path, required: Sequence[str], optional: Sequence[str] = 
     """
     lines = _csv_lines(path, required)
     header, rows = lines[0], lines[1:]
-    there = {_plain(cell) for cell in header}
+    there = {_plain(cell): None for cell in header}
     names = (*required, *(name for name in optional if name in there))
     places = [_column(header, name, path) for name in names]
     found = []
@@ -52,7 +53,7 @@ def read_columns(path: Path, required: Sequence[str], optional: Sequence[str] = 
         ours = tuple(cells[k].strip() if k < len(cells) else "" for k in places)
         if any(ours):
             found.append(CsvRow(number, ours))
-    return CsvColumns(names, found)
+    return CsvColumns(names, found, tuple(name for name in there if name not in names))
 
 
 def _csv_lines(path: Path, required: Sequence[str]) -> list[list[str]]:

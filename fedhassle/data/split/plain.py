@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhassle.data.csv_files import read_columns
-from fedhassle.data.npz import stored_arrays
+from fedhassle.data.npz import stored_arrays, stored_names
 from fedhassle.data.split.cuts import Rows
 from fedhassle.errors import UserError, require
 from fedhassle.files import atomic, write_text
@@ -74,7 +74,8 @@ def read_plain(path: Path, y: npt.NDArray[np.integer] | None) -> list[ClientRows
 
 def csv_entries(path: Path) -> Entries:
     """Reads the columns row, client and labelled of a CSV file."""
-    names, found = read_columns(path, REQUIRED, OPTIONAL)
+    names, found, ignored = read_columns(path, REQUIRED, OPTIONAL)
+    require_spelt(ignored, path)
     everywhere = () if OPTIONAL[0] in names else (True,)
     values = [(*cells, *everywhere) for _, cells in found]
     return Entries(values, lambda i: f"line {found[i].number}")
@@ -83,6 +84,7 @@ def csv_entries(path: Path) -> Entries:
 def array_entries(path: Path) -> Entries:
     """Reads the arrays row, client and labelled of an .npz file."""
     arrays = stored_arrays(path, (*REQUIRED, *OPTIONAL))
+    require_spelt([name for name in stored_names(path) if name not in arrays], path)
     missing = [name for name in REQUIRED if name not in arrays]
     require(not missing, f"{path}: lacks the array {' and '.join(missing)}")
     for name, array in arrays.items():
@@ -92,6 +94,12 @@ def array_entries(path: Path) -> Entries:
     rows, clients = (arrays[name].tolist() for name in REQUIRED)
     labelled = arrays["labelled"].tolist() if "labelled" in arrays else [True] * len(rows)
     return Entries(list(zip(rows, clients, labelled, strict=True)), lambda i: f"entry {i}")
+
+
+def require_spelt(ignored: Iterable[str], path: Path) -> None:
+    """Refuses columns such as `labeled`: ignored, they would leave every row labelled."""
+    meant = next((name for name in ignored if re.search("labell?ed", name.lower())), None)
+    require(meant is None, f"{path}: {meant!r} is not read: call it labelled (true or false), or leave it out")
 
 
 def expected_of(name: str) -> str:
