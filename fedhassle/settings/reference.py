@@ -207,10 +207,10 @@ def as_toml(found: Reference) -> str:
         some = [setting for setting in found.settings if setting.own is own]
         lines += ["", f"# {title}"] if some else []
         for setting in some:
-            about = "; ".join(filter(None, [setting.values, setting.meaning]))
-            lines += [f"# {about}"] if about else []
+            lines += [f"# {setting.meaning}"] if setting.meaning else []
             plain = {setting.name: setting.default}
-            lines.append(f"# {setting.name} = …" if setting.default is None else tomli_w.dumps(plain).strip())
+            given = f"# {setting.name} = …" if setting.default is None else tomli_w.dumps(plain).strip()
+            lines.append(given + (f"  # {setting.values}" if setting.values else ""))
     return "\n".join(lines) + "\n"
 
 

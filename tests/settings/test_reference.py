@@ -118,6 +118,8 @@ def test_a_method_is_described():
 def test_a_file_to_start_from_is_printed_or_written(tmp_path):
     code, out, err = call("methods", "sage", "--toml")
     assert (code, err) == (0, "") and tomllib.loads(out)["method"]["halving"] == 0.05
+    assert "λ; its paper's\nhalving = 0.05  # positive\n" in out
+    assert "# nesterov = …  # true or false\n" in out
     path = tmp_path / "sage.toml"
     assert call("methods", "sage", "--toml", "-o", path)[0] == 0 and path.read_text("utf-8") == out
     code, _, err = call("methods", "sage", "--toml", "-o", path)

@@ -99,7 +99,7 @@ def array_entries(path: Path) -> Entries:
 def require_spelt(ignored: Iterable[str], path: Path) -> None:
     """Refuses columns such as `labeled`: ignored, they would leave every row labelled."""
     meant = next((name for name in ignored if re.search("labell?ed", name.lower())), None)
-    require(meant is None, f"{path}: {meant!r} is not read: call it labelled (true or false), or leave it out")
+    require(meant is None, f"{path}: {meant!r} is not read: call it labelled, or leave it out")
 
 
 def expected_of(name: str) -> str:
