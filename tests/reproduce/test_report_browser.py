@@ -131,6 +131,7 @@ PHONE = """(() => {
     wraps: all('.tile dt', e => getComputedStyle(e).overflowWrap),
     fits: all('.tile dt', e => e.scrollWidth <= e.clientWidth),
     names: Math.max(...all('#table1 .figures tbody th', wide)) / wide(box),
+    covers: all('.figures tbody th', e => e.scrollWidth > e.clientWidth).filter(over => over).length,
     charts: Math.max(...all('section > figure .chart', e => wide(e) / wide(e.parentElement))),
     named: all('section > figure .chart', named),
     attached: getComputedStyle(box).backgroundAttachment,
@@ -144,6 +145,7 @@ def test_a_phone_shows_words_whole_names_of_lines_and_where_there_is_more(tab, r
     found = tab.run(PHONE)
     assert found["fits"] == [True] * 3 and found["wraps"] == ["normal"] * 3
     assert found["names"] < 0.4  # of the width: the rest is for figures
+    assert found["covers"] == 0  # no name runs into the figures beside it
     assert found["charts"] < 1.2  # all but the last column without scrolling
     assert all(found["named"]) and len(found["named"]) >= 9
     assert (found["attached"], found["images"]) == ("local, local, scroll, scroll", 4)
