@@ -182,7 +182,8 @@ def test_an_experiment_of_ones_own_runs_and_gives_its_report(tmp_path, monkeypat
             assert "8 runs to make" in out and "my FedProx" in out and "paper" not in out
     text = (tmp_path / "mine.html").read_text("utf-8")
     assert "Does a proximal term help?" in text and "Accuracy by class" in text and "labels right" not in text
-    assert "my FedProx" in (tmp_path / "mine.tex").read_text("utf-8")
+    table = (tmp_path / "mine.tex").read_text("utf-8")
+    assert "my FedProx" in table and "{Does a proximal term help? Numbers are" in table
 
 
 def test_the_example_experiment_is_valid(tmp_path):

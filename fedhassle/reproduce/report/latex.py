@@ -46,9 +46,9 @@ def table(section: Section) -> str:
     """An experiment as a floating table, shrunk to the width of the text if it is wider."""
     made, experiment = result_table(section), section.experiment
     stubs, width = len(made.stub), len(made.headings)
-    where = f" ({source(section)})" if source(section) else ""
+    title = experiment.title + (f" ({source(section)})" if source(section) else "")
     words = [
-        f"{experiment.title}{where}.",
+        title if title.endswith("?") else f"{title}.",
         changed_settings(section.changes),
         how_to_read(section.results),
         marks(made),
