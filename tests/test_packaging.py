@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -30,6 +31,13 @@ def test_every_place_has_the_same_version():
     version = PROJECT["project"]["version"]
     assert re.search(r"^version: (.*)$", text_of("CITATION.cff"), re.MULTILINE)[1] == version
     assert re.search(r"^## (\S+?),? ", text_of("CHANGELOG.md"), re.MULTILINE)[1] == version
+
+
+def test_every_typer_that_pip_may_choose_uses_click_itself():
+    """From 0.26 on typer has a copy of click: its help differs, and it does not know errors of click."""
+    needed = {one.name: one.specifier for one in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert needed["typer"].contains("0.20.0") and needed["typer"].contains("0.25.1")
+    assert not needed["typer"].contains("0.26.0") and not needed["typer"].contains("0.19.2")
 
 
 @pytest.mark.parametrize("page", ["CHANGELOG.md", "CONTRIBUTING.md"])
