@@ -92,8 +92,11 @@ def join(coordinator: Path, place: DemoSite) -> None:
     federation_setup.admit(place.name, key, coordinator, place.size)
 
 
-def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> None:
-    """Starts the server and the nodes with their commands, and waits until all are connected."""
+def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> dict[str, Popen[bytes]]:
+    """Starts the server and the nodes with their commands, and waits until all are connected.
+
+    Returns the processes, that of the server by "server" and that of a node by its site's name.
+    """
     from fedhassle.federation.server.calls import link_of
     from fedhassle.federation.server.host import online_sites
     from fedhassle.federation.setup.admission import admitted
@@ -104,17 +107,19 @@ def start(stack: ExitStack, coordinator: Path, places: Sequence[DemoSite]) -> No
     process = stack.enter_context(command(["server", coordinator], log))
     wait_for(lambda: "ready at" in log.read_text("utf-8"), process, log, PATIENCE, "the server")
     link = link_of(FederationFolder(coordinator))
-    started = []
+    started = {}
     for place in places:
         given, out = place.images.parent / "federation", place.images.parent / "node.out"
         words = ["node", "--data", place.images, "--federation", given]
         show(*words)
-        started.append((place.name, out, stack.enter_context(command(words, out))))
-    for name, out, process in started:
+        started[place.name] = stack.enter_context(command(words, out))
+    for place in places:
+        name, out = place.name, place.images.parent / "node.out"
         here = partial(lambda name: name in online_sites(link, admitted(coordinator)), name)
-        wait_for(here, process, out, PATIENCE, f"the node of {name}")
+        wait_for(here, started[name], out, PATIENCE, f"the node of {name}")
     say("")
     say("the server and three nodes are running; their output is in server.out and node.out")
+    return {"server": process, **started}
 
 
 @contextmanager
