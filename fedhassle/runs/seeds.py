@@ -147,19 +147,25 @@ def grouped(summaries: Sequence[Metrics]) -> list[SeedGroup]:
 def differences(mine: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The settings in which a group differs from others that have them too, as KEY=VALUE.
 
-    Other methods have other defaults: a default value counts only against groups of the same method.
+    Other methods have other defaults: a default value counts only against groups of the same method. A
+    setting of the method that is off by default, as `average` is, is not among the settings of runs
+    without it.
     """
     name = mine.get("method.name")
     own = [other for other in all_settings if other.get("method.name") == name]
     usual = defaults(name)
+
+    def differs(key: str, value: Any) -> bool:
+        standard = usual.get(key, ...) == value
+        others = own if standard else all_settings
+        if any(key in other and shown(key, other[key]) != shown(key, value) for other in others):
+            return True
+        return key.startswith("method.") and not standard and any(key not in other for other in own)
+
     return [
         f"{key.removeprefix('method.').removesuffix('.name')}={shown(key, value)}"
         for key, value in mine.items()
-        if key not in UNNAMED
-        and any(
-            key in other and other[key] != value
-            for other in (own if usual.get(key, ...) == value else all_settings)
-        )
+        if key not in UNNAMED and differs(key, value)
     ]
 
 

@@ -117,6 +117,14 @@ def test_differences_leave_out_the_machine_and_settings_that_others_lack():
     assert differences(mine, [mine]) == []
 
 
+def test_what_only_one_run_of_a_method_turns_on_is_in_its_label():
+    plain = {"method.name": "fedavg", "method.lr": 0.1}
+    averaged, other = plain | {"method.average": 0.9}, plain | {"method.name": "hassle"}
+    every = [plain, averaged, other]
+    assert [differences(one, every) for one in every] == [[], ["average=0.9"], []]
+    assert differences(averaged, [averaged, other]) == []  # other methods may not have it
+
+
 def test_settings_of_the_machine_are_not_in_labels():
     runs = [summary(digest="a", precision="bf16", rounds=5), summary(digest="b", precision="fp32", rounds=6)]
     assert [group.label for group in grouped(runs)] == ["hassle rounds=5", "hassle rounds=6"]
@@ -135,6 +143,8 @@ def test_every_group_has_its_own_name():
 def test_a_label_has_the_last_part_of_a_path():
     mine, other = {"data.name": "/home/me/one.npz"}, {"data.name": "/home/me/two.npz"}
     assert differences(mine, [mine, other]) == ["data=one.npz"]
+    copy = {"data.name": "/home/you/one.npz"}
+    assert differences(mine, [mine, copy]) == []  # the name would say nothing
 
 
 def test_a_layout_of_labels_is_one_setting():
