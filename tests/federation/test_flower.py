@@ -325,7 +325,9 @@ def see_site_log(deployment):
     """The site's own audit log: who asked, what was sent, and how many bytes, in every round."""
     log = AuditLog(deployment.folder / f"{ROGUE}.memory" / "audit.jsonl").read()
     (run,) = {event["run"] for event in deployment.events("garbage", "created")}
-    mine = [event for event in log if event.get("run") == run]
+    of_run = [event for event in log if event.get("run") == run]
+    mine = [event for event in of_run if event["kind"] != "query"]
+    assert of_run[0]["kind"] == "query" and "round" not in of_run[0]  # it introduced itself first
     asked = [(event["kind"], event["round"]) for event in mine]
     last = len(GARBAGE) + 1
     assert asked == [*(("train", t) for t in range(1, last + 1)), ("evaluate", last)]
