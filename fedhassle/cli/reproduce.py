@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedhassle.reproduce.experiment import Cell, Experiment, Selection
     from fedhassle.reproduce.ledger import Ledger
     from fedhassle.reproduce.sweep import Sweep
-    from fedhassle.runs.several import Event
+    from fedhassle.runs.events import Event
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -58,16 +58,11 @@ def reproduce(
     ] = None,
     together: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs at once on a GPU (default: 3; with --processes one per core)."),
-    ] = None,
-    processes: Annotated[
-        bool,
         typer.Option(
-            "--processes",
-            help="On a GPU, train each run in a process of its own, with Ray and NVIDIA's MPS: for small "
-            "networks such as LeNet.",
+            min=1,
+            help="Runs at once on a GPU (default: 3; of small networks one process per core, at most 16).",
         ),
-    ] = False,
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -106,7 +101,6 @@ def reproduce(
             ledger,
             console,
             together=together,
-            processes=processes,
             runs=runs,
             budget=seconds,
             ray=ray,
@@ -216,7 +210,6 @@ def make(
     console: Console,
     *,
     together: int | None,
-    processes: bool,
     runs: Path | None,
     budget: float | None,
     ray: str | None,
@@ -225,14 +218,11 @@ def make(
     from fedhassle.reproduce.experiment import select
     from fedhassle.reproduce.ray import RaySweep
     from fedhassle.reproduce.results import require_metrics
-    from fedhassle.reproduce.sharing import ProcessSweep
     from fedhassle.reproduce.sweep import RUNS, Sweep
 
-    require(ray is None or not processes, "--processes is for the GPU of this machine: leave out --ray")
     cells = select(chosen, selection)
     options = ledger, [cell for its in cells.values() for cell in its], runs or RUNS, together, budget
-    alone = ProcessSweep if processes else Sweep
-    work = alone(*options) if ray is None else RaySweep(ray, *options)
+    work = Sweep(*options) if ray is None else RaySweep(ray, *options)
     work.tidy()
 
     def check_metrics() -> None:

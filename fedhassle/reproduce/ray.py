@@ -23,11 +23,12 @@ from fedhassle.names import counted
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
 from fedhassle.reproduce.ray_task import CellTask, MachineCheck, TaskResult, check_machine, train
-from fedhassle.reproduce.sweep import RUNS, SIDE_BY_SIDE, Sweep
+from fedhassle.reproduce.sweep import RUNS, Sweep
+from fedhassle.runs.events import Event
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics, Step
 from fedhassle.runs.run import Identity
-from fedhassle.runs.several import Event
+from fedhassle.runs.several import SIDE_BY_SIDE
 from fedhassle.settings.request import PATHS, Request
 
 log = logging.getLogger("fedhassle")
@@ -113,7 +114,7 @@ class RaySweep(Sweep):
     ) -> None:
         require_address(address)
         super().__init__(ledger, cells, runs.absolute(), together, budget)
-        self._address, self._together = address, together
+        self._address, self._asked = address, together
         self._allocation = Allocation(1, 1)
         self._machines: list[tuple[str, int]] = []  # hardware and number of devices of each machine
         self._returned: dict[tuple[str, int], Metrics] = {}
@@ -136,8 +137,7 @@ class RaySweep(Sweep):
         """Joins the cluster, or starts one, and checks that every machine can take part."""
         with connected(self._address):
             machines = cluster_machines()
-            self._allocation = allocation_for(self.cells, machines, self._together)
-            self.width = self._allocation.sharing
+            self._allocation = allocation_for(self.cells, machines, self._asked)
             able = [machine for machine in machines if self._allocation.devices(machine)]
             hardware = check_machines(able, self._allocation, self._samples())
             self._machines = [(hardware[machine], self._allocation.devices(machine)) for machine in able]
@@ -170,7 +170,7 @@ class RaySweep(Sweep):
             while True:
                 # No more than fit at once: a task that waits would still start after the budget is spent.
                 for place, task in itertools.islice(waiting, max(room, 0)):
-                    yield Event(place, begun=task)
+                    yield Event(place, begun=task, together=self._allocation.sharing)
                     going[send.remote(task, place, board)] = place
                 if not going:
                     return

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +17,12 @@ from fedhassle.errors import BusyError, UserError, require
 from fedhassle.files import LOCK, locked, remove_stale_lock
 from fedhassle.reproduce.experiment import Cell
 from fedhassle.reproduce.ledger import Ledger
+from fedhassle.runs.events import Event
 from fedhassle.runs.folder import Folder
 from fedhassle.runs.record import Metrics, read_summary
 from fedhassle.runs.resume import reopen, stored_device
 from fedhassle.runs.run import Identity, Load, Loader, Run, start
-from fedhassle.runs.several import Event, train_several
+from fedhassle.runs.several import train_several
 from fedhassle.settings.build import build_dataset
 from fedhassle.settings.hashing import settings_hash
 
@@ -30,7 +31,6 @@ log = logging.getLogger("fedhassle")
 J = TypeVar("J")  # a job: a cell that is ready to train
 
 RUNS = Path("runs/reproduce")
-SIDE_BY_SIDE = 3  # default number of runs on a GPU; a single run of small networks does not fill it
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LockedCell:
 
     cell: Cell
     lock: ExitStack
+    together: int = 1  # the most runs that share its device
 
 
 class BudgetClock:
@@ -92,7 +93,7 @@ class Sweep:
             distinct.setdefault(cell.identity.key, cell)
         self.cells = [cell for cell in distinct.values() if cell.identity not in ledger]
         self.known = [cell for cell in distinct.values() if cell.identity in ledger]
-        self.width = (together or SIDE_BY_SIDE) if on_gpu(self.cells) else 1
+        self.together = together if on_gpu(self.cells) else 1
         self.done: list[Cell] = []
         self.failed: list[tuple[Cell, BaseException]] = []
         self.barred: list[BaseException] = []  # errors of cells that lack the same images as a failed one
@@ -104,8 +105,9 @@ class Sweep:
 
     @property
     def about(self) -> str:
-        """The device and the number of runs at once, in words."""
-        return f"on {self.cells[0].identity.device}, {self.width} at once"
+        """The device and the number of runs at once, if it is known before they begin, in words."""
+        width = "" if self.together is None else f", {self.together} at once"
+        return f"on {self.cells[0].identity.device}{width}"
 
     @property
     def left(self) -> list[Cell]:
@@ -167,7 +169,7 @@ class Sweep:
 
     def _events(self) -> Generator[Event]:
         """The events of the training; closing the generator ends each run after its round."""
-        return train_several(self._ready(partial(prepare, load=self._load)), self.width)
+        return train_several(self._ready(partial(prepare, load=self._load)), self.together)
 
     def _ready(self, make: Callable[[Cell, Folder], J]) -> Generator[J]:
         """The jobs of the cells, each prepared when its turn comes; locked cells are retried once."""
@@ -220,6 +222,8 @@ class Sweep:
     def _note(self, event: Event) -> None:
         """Updates the clock and the results after an event."""
         self._clock.note(event)
+        if event.begun is not None:
+            self._taken[event.run] = replace(self._taken[event.run], together=event.together)
         if event.ended:
             if event.error is not None:
                 self.failed.append((self.cell(event), event.error))
@@ -233,7 +237,7 @@ class Sweep:
             try:
                 summary = self._result(held.cell)
                 if summary is not None:
-                    self._keep(held.cell, summary)
+                    self._keep(held.cell, summary, held.together)
             except UserError as error:
                 self.failed.append((held.cell, error))
 
@@ -241,9 +245,9 @@ class Sweep:
         """The summary of a cell's run; None if it is not finished."""
         return summary_of(cell, Folder(self._home(cell)))
 
-    def _keep(self, cell: Cell, summary: Metrics) -> None:
+    def _keep(self, cell: Cell, summary: Metrics, together: int = 1) -> None:
         """Adds a finished run to the ledger, then removes its checkpoints and its lock."""
-        self.ledger.add(summary, min(self.width, len(self.cells)))
+        self.ledger.add(summary, min(together, len(self.cells)))
         self.done.append(cell)
         clear(Folder(self._home(cell)))
 

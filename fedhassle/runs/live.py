@@ -33,9 +33,9 @@ from rich.text import Text
 from fedhassle.errors import require
 from fedhassle.method import Client
 from fedhassle.names import counted, nearest
+from fedhassle.runs.events import Event
 from fedhassle.runs.record import EPSILON, Metrics, Step, evaluations_averaged
 from fedhassle.runs.seeds import SeedGroup, Spread, modes_of
-from fedhassle.runs.several import Event
 from fedhassle.terminal import say
 
 WORD = 22  # letters of a name that stay together: 80 columns less the figures

@@ -1,81 +1,87 @@
-"""Several runs in one process: side by side on a GPU, which small networks do not fill; in turn on a CPU."""
+"""Several runs: in turn on a CPU; side by side on a GPU, in threads or (small networks) in processes."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import traceback
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.streams import STREAMS
+from fedhassle.errors import UserError
+from fedhassle.runs import mps
+from fedhassle.runs.events import Event
 from fedhassle.runs.logs import info_level
-from fedhassle.runs.record import Step
+from fedhassle.runs.processes import gain_from_processes, in_processes, most_at_once
 from fedhassle.runs.run import Run
 from fedhassle.runs.train import train_run
 from fedhassle.settings.build import build_engine
 
+log = logging.getLogger("fedhassle")
+
 E = TypeVar("E", bound=BaseException)
 
-AT_ONCE = 12  # default number of runs on one GPU: each lane takes memory
-
-
-class RunInfo(Protocol):
-    """A run that begins, for those who watch it."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def rounds(self) -> int:
-        """The number of its rounds."""
-
-    @property
-    def headline(self) -> str:
-        """The prediction that stands for it in a line."""
-
-
-class Event(NamedTuple):
-    """The beginning of a run, the end of one of its rounds, or its own end, perhaps with an error."""
-
-    run: int  # its index among the runs
-    begun: RunInfo | None = None
-    step: Step | None = None
-    error: BaseException | None = None
-
-    @property
-    def ended(self) -> bool:
-        """True at the end of the run."""
-        return self.begun is None and self.step is None
+SIDE_BY_SIDE = 3  # default number of runs in threads on a GPU; one run of a large network nearly fills it
 
 
 def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
     """Trains runs to their end, at most `width` at once; an error in one does not stop the others.
 
-    A run is taken from `runs` only when it is its turn.
+    A run is taken from `runs` only when it is its turn. On a CPU one run has all cores. On a GPU, runs of
+    small networks have a process each where that is possible, and others share this one.
     """
     before = 0
-    # PyTorch's global switches hold for the whole process: runs that need others wait for the earlier ones.
-    # A run with workers has all devices to itself.
-    kinds = itertools.groupby(runs, lambda run: (build_engine(run.settings), run.settings.distributed))
-    for (engine, distributed), group in kinds:
+    for way, group in itertools.groupby(runs, way_of):
         begun = 0
         with ExitStack() as stack:
-            if distributed or engine.device.type == "cpu":
-                events = in_turn(group)
-            else:
-                stack.enter_context(engine.active())
-                stack.enter_context(info_level())
-                events = in_threads(group, width)
-            for event in stack.enter_context(closing(events)):
+            events = stack.enter_context(closing(trained(way, group, width, stack)))
+            for event in events:
                 begun += event.begun is not None
                 yield event._replace(run=before + event.run)
         before += begun
+
+
+class Way(NamedTuple):
+    """How a run trains among others; runs that need another way wait for the earlier ones."""
+
+    engine: Engine  # PyTorch's global switches hold for the whole process
+    alone: bool  # on all cores of a CPU, or on workers that have all devices to themselves
+    processes: int  # of small networks that fit on the GPU; 0: threads of this process
+
+
+def way_of(run: Run) -> Way:
+    """The way to train a run."""
+    engine = build_engine(run.settings)
+    alone = run.settings.distributed or engine.device.type == "cpu"
+    return Way(engine, alone, most_at_once(run) if not alone and gain_from_processes(run) else 0)
+
+
+def trained(way: Way, runs: Iterable[Run], width: int | None, stack: ExitStack) -> Generator[Event]:
+    """Trains runs in the same way; the stack gets what has to be undone after them."""
+    if way.alone:
+        return in_turn(runs)
+    if way.processes and width != 1 and started(stack, mps.mps()):
+        return in_processes(runs, width or way.processes)
+    stack.enter_context(way.engine.active())
+    stack.enter_context(info_level())
+    return in_threads(runs, width or SIDE_BY_SIDE)
+
+
+def started(stack: ExitStack, daemon: AbstractContextManager[None]) -> bool:
+    """Starts the daemon that processes need on a GPU; if it does not start, says so and returns False."""
+    try:
+        stack.enter_context(daemon)
+    except UserError as error:
+        log.warning("%s; %d runs share this process instead", error, SIDE_BY_SIDE)
+        return False
+    return True
 
 
 @contextmanager
@@ -111,12 +117,8 @@ def in_turn(runs: Iterable[Run]) -> Generator[Event]:
         yield Event(i, error=error)
 
 
-def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
+def in_threads(runs: Iterable[Run], width: int) -> Generator[Event]:
     """Trains `width` runs at once, each in a thread and on streams of its own."""
-    if width is None:
-        runs = list(runs)
-        width = max(1, min(len(runs), AT_ONCE))
-    sharing = width
     events: SimpleQueue[Event] = SimpleQueue()
     stop = threading.Event()
 
@@ -124,7 +126,7 @@ def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event
         error: BaseException | None = None
         try:
             with own_stream(run.device):
-                for step in train_run(run, sharing):
+                for step in train_run(run, width):
                     events.put(Event(i, step=step))
                     if stop.is_set():
                         break
@@ -136,7 +138,7 @@ def in_threads(runs: Iterable[Run], width: int | None = None) -> Generator[Event
     try:
         while True:
             for i, run in itertools.islice(waiting, width - len(going)):
-                yield Event(i, begun=run)
+                yield Event(i, begun=run, together=width)
                 going[i] = threading.Thread(target=work, args=(i, run), name=f"run {i}")
                 going[i].start()
             if not going:

@@ -1,22 +1,46 @@
 """Runs per hour for several runs at once."""
 
-from benchmarks.at_once import in_words, measured, written
+import pytest
+
+from benchmarks.at_once import counted_rounds, in_words, measured, prepared, written
+from fedhassle.runs.events import Event
 
 FEW = ["method=fedavg", "method.epochs=1", "net=lenet", "device=cpu", "threads=1", "rounds=1000"]
 
 
-def test_rounds_of_a_process_are_counted_after_its_warmup(tmp_path):
-    data = written(tmp_path, 400)
-    found = measured(1, 1, [*FEW, f"data={data}"], tmp_path, 0.5, 300)
+def test_rounds_of_processes_are_counted_after_their_warmup(tmp_path):
+    runs = prepared([*FEW, f"data={written(tmp_path, 400)}"], 2, tmp_path / "runs")
+    assert [run.settings.seed for run in runs] == [0, 1]
+    found = measured("processes", runs, 0.5, 300)
     assert found["rounds_per_second"] > 0 and found["runs_per_hour"] == 18 * found["rounds_per_second"]
 
 
-def test_a_process_that_ends_is_an_error(tmp_path):
-    assert measured(1, 1, ["data=nowhere"], tmp_path, 0.5, 300) == {"error": "process 0 ended"}
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is a second later at each look."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr("benchmarks.at_once.time.monotonic", lambda: next(ticks))
+
+
+def rounds(*runs):
+    return [Event(run, step=object()) for run in runs]
+
+
+def test_only_rounds_after_the_slowest_warmup_count(clock):
+    """Run 1 has its third round as the ninth event; four more end in four seconds: one a second."""
+    events = rounds(0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0)
+    assert counted_rounds(events, 2, 4, 60) == {"warmup": 9, "rounds_per_second": 1.0, "runs_per_hour": 18.0}
+
+
+def test_a_run_that_ends_or_a_long_warmup_is_an_error(clock):
+    assert counted_rounds([Event(0, error=ValueError("too hot"))], 1, 4, 60) == {
+        "error": "a run ended: too hot"
+    }
+    assert counted_rounds(rounds(0, 0), 1, 4, 1) == {"error": "the first 3 rounds took more than 1 s"}
 
 
 def test_the_first_measurement_is_the_one_to_compare_with():
-    one = {"processes": 1, "threads": 1, "warmup": 3.0, "runs_per_hour": 20.0}
-    many = one | {"processes": 8, "runs_per_hour": 50.0}
-    assert in_words(many, one) == "8 processes: 50.0 runs per hour, 2.50 times one (ready after 3 s)"
-    assert in_words(one | {"error": "no"}, one) == "1 process, 1 at once: no"
+    one = {"way": "threads", "runs": 1, "warmup": 3.0, "runs_per_hour": 20.0}
+    many = one | {"way": "processes", "runs": 8, "runs_per_hour": 50.0}
+    assert in_words(many, one) == "8 at once, processes: 50.0 runs per hour, 2.50 times one (ready after 3 s)"
+    assert in_words(one | {"error": "no"}, one) == "1 at once, threads: no"

@@ -25,7 +25,7 @@ from fedhassle.reproduce.results import curve, final, measurements
 from fedhassle.reproduce.sweep import BudgetClock, Sweep
 from fedhassle.reproduce.tables import duration, time_left
 from fedhassle.runs import several
-from fedhassle.runs.several import Event
+from fedhassle.runs.events import Event
 
 if sys.platform != "win32":
     import fcntl
@@ -662,7 +662,24 @@ def test_the_clock_knows_what_still_ends_in_time(monkeypatch):
     assert BudgetClock(None).allows_round() and BudgetClock(None).allows_start()
 
 
-def test_a_gpu_gets_several_runs_at_once(tiny, tmp_path, monkeypatch):
-    assert work_on(tiny, tmp_path, together=5).width == 1  # on a CPU one at a time, on all cores
+def test_a_cpu_gets_one_run_at_a_time(tiny, tmp_path, monkeypatch):
+    """On a GPU, as many as asked for; if nothing is asked, what suits their networks."""
+    assert work_on(tiny, tmp_path, together=5).together == 1
     monkeypatch.setattr(working, "on_gpu", lambda cells: True)
-    assert (work_on(tiny, tmp_path).width, work_on(tiny, tmp_path, together=5).width) == (3, 5)
+    assert work_on(tiny, tmp_path).together is None
+    assert work_on(tiny, tmp_path, together=5).together == 5
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_ledger_knows_how_many_runs_shared_the_device(tiny, tmp_path, monkeypatch, together):
+    """As the events of the training say."""
+
+    def train(runs, width):
+        for event in several.train_several(runs, width):
+            yield event._replace(together=together)
+
+    monkeypatch.setattr(working, "train_several", train)
+    sweep = work_on(tiny, tmp_path)
+    done = next(event for event in sweep.carry_out() if event.ended)
+    noted = [json.loads(path.read_text())["together"] for path in tmp_path.rglob("results/**/*.json")]
+    assert done.error is None and noted == [together]

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fedhassle.runs import live
+from fedhassle.runs.events import Event
 from fedhassle.runs.live import SEVERAL_RUNS, follow_several
 from fedhassle.runs.seeds import grouped
-from fedhassle.runs.several import Event
 
 NAME = "table1 cifar100-10%-fixmatch-global-0"
 CLIENT = SimpleNamespace(kind="partial")

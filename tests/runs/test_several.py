@@ -30,6 +30,11 @@ def launched(folder, *choices, base=QUICK):
     return start_several([(name, request("quick", [*base, *words])) for name, words in choices], folder)
 
 
+def in_threads(runs):
+    """All runs at once."""
+    return several.in_threads(runs, len(runs))
+
+
 def ends(events):
     return {event.run: event.error for event in events if event.ended}
 
@@ -72,7 +77,7 @@ def test_an_invalid_choice_is_refused(word):
 def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
     """Three runs in threads against the same three one after another."""
     choices = [("s0", [*HASSLE, "seed=0"]), ("s1", [*HASSLE, "seed=1"]), ("avg", ["method=fedavg"])]
-    for way, folder in ((several.in_threads, "threads"), (several.in_turn, "turns")):
+    for way, folder in ((in_threads, "threads"), (several.in_turn, "turns")):
         runs = launched(tmp_path / folder, *choices)
         events = list(way(runs))
         assert ends(events) == {0: None, 1: None, 2: None}
@@ -83,7 +88,7 @@ def test_side_by_side_and_in_turn_give_the_same_bits(tmp_path):
         assert small.same(models[0][0], models[1][0])
 
 
-@pytest.mark.parametrize("way", [several.in_threads, several.in_turn])
+@pytest.mark.parametrize("way", [in_threads, several.in_turn])
 def test_an_error_in_one_run_does_not_stop_the_others(tmp_path, way):
     choices = [("bad", ["method.lr=1e30", "method.clip=0"]), ("good", [])]
     runs = launched(tmp_path, *choices, base=[*QUICK, "method=fedavg"])
@@ -93,7 +98,7 @@ def test_an_error_in_one_run_does_not_stop_the_others(tmp_path, way):
     assert not (tmp_path / "bad" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("way", [several.in_threads, several.in_turn])
+@pytest.mark.parametrize("way", [in_threads, several.in_turn])
 def test_an_error_does_not_keep_the_simulator_alive(tmp_path, way, monkeypatch):
     held = weakref.WeakSet()
 
@@ -122,7 +127,7 @@ def test_each_run_logs_to_its_own_file(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several, "train_run", saying)
-        assert set(ends(several.in_threads(runs)).values()) == {None}
+        assert set(ends(several.in_threads(runs, len(runs))).values()) == {None}
     for name, other in (("a", "b"), ("b", "a")):
         text = (tmp_path / name / "log.txt").read_text("utf-8")
         assert f"this is {name}" in text and f"this is {other}" not in text
@@ -137,7 +142,7 @@ def test_log_records_of_a_runs_thread_have_its_name(tmp_path):
     log.addHandler(handler)
     try:
         with info_level():
-            assert set(ends(several.in_threads(runs)).values()) == {None}
+            assert set(ends(several.in_threads(runs, len(runs))).values()) == {None}
     finally:
         log.removeHandler(handler)
     assert {("a", "run 0"), ("b", "run 1")} == set(said) and not log.filters
@@ -145,7 +150,7 @@ def test_log_records_of_a_runs_thread_have_its_name(tmp_path):
 
 def test_runs_stop_when_the_caller_leaves_and_can_be_resumed(tmp_path):
     runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*QUICK, "method=fedavg", "rounds=50"])
-    watching = several.in_threads(runs)
+    watching = in_threads(runs)
     next(event for event in watching if event.step is not None)
     watching.close()
     done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]

@@ -1,0 +1,176 @@
+"""Several runs at once, each in a process of its own, for networks that are too small to fill a GPU.
+
+The Python code of one process feeds a GPU with about as many small kernels as it can. More processes feed it
+more, and NVIDIA's MPS lets their kernels run side by side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedhassle.engine.cores import available_cores
+from fedhassle.errors import UserError
+from fedhassle.names import SESSION
+from fedhassle.nets import Net
+from fedhassle.runs import mps
+from fedhassle.runs.events import Event
+from fedhassle.runs.run import Run
+from fedhassle.settings.hashing import own_code_of
+
+MOST = 16  # processes that share a GPU; more have not been tried
+# A training step of 128 images takes about as long on a large GPU as starting its kernels: 0.1 ms.
+SMALL = 50e6  # operations of a network per image
+MEMORY = 2e9  # bytes of a GPU that a process needs beside its images
+ENTRY = "fedhassle.runs.process"  # the module that a process runs
+
+
+class Task(NamedTuple):
+    """A run for another process."""
+
+    place: int  # its index among the runs
+    folder: Path
+    settings: dict[str, Any]  # as config.toml has them
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that trains a run, seen from the one that started it."""
+
+    place: int
+    run: str  # its name
+    process: subprocess.Popen[bytes]
+    line: Connection  # events and log records come back on it; anything sent asks the run to stop
+    errors: IO[bytes]  # what it prints
+
+
+# Which runs
+
+
+def gain_from_processes(run: Run) -> bool:
+    """True if a run on a GPU gains from sharing it with other processes, and can be sent to one."""
+    return run.device.type == "cuda" and mps.available() and is_small(run) and not uses_session(run)
+
+
+def is_small(run: Run) -> bool:
+    """True if none of the networks that a run trains fills a GPU."""
+    nets = {net.build: net for net in run.method.networks().values()}
+    return max(map(operations, nets.values())) < SMALL
+
+
+@cache
+def operations(net: Net) -> int:
+    """Multiplications and additions of a network for one image."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net.logits(net.initial(0), torch.zeros(1, *net.shape))
+    return int(counter.get_total_flops())
+
+
+def uses_session(run: Run) -> bool:
+    """True if a run has code of a notebook or session, which another process cannot import."""
+    return any(name.startswith(f"{SESSION}:") for name in own_code_of(run.settings))
+
+
+def most_at_once(run: Run) -> int:
+    """The number of processes that fit: one per core, as long as the GPU has memory for all."""
+    memory = torch.cuda.get_device_properties(run.device).total_memory
+    return max(1, min(available_cores(), MOST, int(memory / (MEMORY + run.dataset.x_train.nbytes))))
+
+
+# Training them
+
+
+def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
+    """Trains `width` runs at once, each in a process of its own."""
+    waiting, going = enumerate(runs), list[Child]()
+    try:
+        while True:
+            for i, run in itertools.islice(waiting, width - len(going)):
+                yield Event(i, begun=run, together=width)
+                going.append(begun(Task(i, run.folder.path, run.settings.as_toml()), run.name, width))
+            if not going:
+                return
+            ready = wait([child.line for child in going])
+            for child in [child for child in going if child.line in ready]:
+                event = received(child)
+                if event is None:
+                    continue
+                if event.ended:
+                    going.remove(child)
+                    end(child)
+                yield event
+    finally:  # if the caller stops, by Ctrl-C for example, each run ends after its round
+        for child in going:
+            stop(child)
+        for child in going:
+            while (event := received(child)) is None or not event.ended:
+                pass
+            end(child)
+
+
+def begun(task: Task, name: str, width: int) -> Child:
+    """Starts a process for a run."""
+    ours, theirs = Pipe()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+    cores = max(1, available_cores() // width)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(cores)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", ENTRY, str(theirs.fileno())],
+        env=environment,
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        process_group=0,  # Ctrl-C in a terminal is for this process, which asks the others to stop
+    )
+    theirs.close()
+    ours.send(task)
+    return Child(task.place, name, process, ours, errors)
+
+
+def received(child: Child) -> Event | None:
+    """The next event of a process, an error if it died; None for a log record, which is passed on."""
+    try:
+        news: Event | logging.LogRecord = child.line.recv()
+    except (EOFError, ConnectionError):
+        code = child.process.wait()
+        return Event(child.place, error=UserError(f"{child.run}: {how_it_died(code, child.errors)}"))
+    if isinstance(news, Event):
+        return news
+    logging.getLogger(news.name).handle(news)
+    return None
+
+
+def how_it_died(code: int, errors: IO[bytes]) -> str:
+    """The end of a process in a line."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return f"its process ended with exit code {code}" + (f": {lines[-1].strip()}" if lines else "")
+
+
+def stop(child: Child) -> None:
+    """Asks a run to stop after its round."""
+    try:
+        child.line.send(None)
+    except OSError:
+        return  # it has just ended
+
+
+def end(child: Child) -> None:
+    """Waits for the end of a process that has sent its last event."""
+    child.line.close()
+    child.process.wait()
+    child.errors.close()

@@ -1,0 +1,198 @@
+"""Several runs at once, each in a process of its own; here on a CPU, which needs no MPS."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import small
+import torch
+from test_several import HASSLE, QUICK, FakeEngine, ends, launched
+
+from fedhassle.engine.tensor_files import read_arrays
+from fedhassle.errors import DivergedError, UserError
+from fedhassle.nets import NETS, Net
+from fedhassle.runs import processes, several
+from fedhassle.runs.process import portable
+from fedhassle.runs.processes import MOST, SMALL, in_processes, operations
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="MPS, for which they are, needs Linux")
+FEDAVG = [*QUICK, "method=fedavg"]
+
+
+def test_processes_and_turns_give_the_same_bits(tmp_path):
+    """Three runs, two at a time, against the same three one after another."""
+    choices = [("s0", [*HASSLE, "seed=0"]), ("s1", [*HASSLE, "seed=1"]), ("avg", ["method=fedavg"])]
+    events = list(in_processes(launched(tmp_path / "processes", *choices), 2))
+    assert ends(events) == {0: None, 1: None, 2: None}
+    rounds = [(event.run, event.step.t) for event in events if event.step is not None]
+    assert sorted(rounds) == [(run, t) for run in range(3) for t in (1, 2)]
+    assert {event.together for event in events if event.begun is not None} == {2}
+    assert ends(several.in_turn(launched(tmp_path / "turns", *choices))) == {0: None, 1: None, 2: None}
+    for name, _ in choices:
+        first, second = (
+            read_arrays(tmp_path / way / name / "model.safetensors")[0] for way in ("processes", "turns")
+        )
+        assert small.same(first, second)
+
+
+def test_an_error_in_one_run_does_not_stop_the_others(tmp_path):
+    """It arrives as the error that it was."""
+    runs = launched(tmp_path, ("bad", ["method.lr=1e30", "method.clip=0"]), ("good", []), base=FEDAVG)
+    found = ends(in_processes(runs, 2))
+    assert isinstance(found[0], DivergedError) and found[1] is None
+    assert (tmp_path / "good" / "summary.json").exists()
+
+
+def test_a_process_that_is_killed_is_an_error_of_its_run(tmp_path, monkeypatch):
+    runs = launched(tmp_path, ("a", ["rounds=50"]), ("b", ["seed=1"]), base=FEDAVG)
+    children, begun = [], processes.begun
+    monkeypatch.setattr(
+        processes, "begun", lambda *given: children.append(one := begun(*given)) or one
+    )  # by its number
+    found, killed = {}, False
+    for event in in_processes(runs, 2):
+        if event.run == 0 and event.step is not None and not killed:
+            os.kill(children[0].process.pid, signal.SIGKILL)
+            killed = True
+        if event.ended:
+            found[event.run] = event.error
+    assert isinstance(found[0], UserError) and "a: its process ended with exit code -9" in str(found[0])
+    assert found[1] is None
+    assert ends(in_processes(launched_again(tmp_path / "a"), 1)) == {0: None}  # it can be resumed
+
+
+def launched_again(path):
+    """A run that was cut, ready to resume."""
+    from fedhassle.runs.resume import reopen
+
+    return [reopen(path)]
+
+
+def test_what_a_process_prints_before_it_fails_is_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "ENTRY", "fedhassle.no_such_module")
+    found = ends(in_processes(launched(tmp_path, ("a", []), base=FEDAVG), 1))
+    assert "exit code 1" in str(found[0]) and "No module named fedhassle.no_such_module" in str(found[0])
+
+
+def test_runs_stop_after_their_round_when_the_caller_leaves(tmp_path):
+    runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), base=[*FEDAVG, "rounds=500"])
+    watching = in_processes(runs, 2)
+    next(event for event in watching if event.step is not None)
+    watching.close()
+    done = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("a", "b")]
+    assert 1 <= max(done) < 500
+    assert not (tmp_path / "a" / "summary.json").exists()
+
+
+def test_log_records_of_a_process_reach_this_one_with_the_runs_name(tmp_path):
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append((record.run, record.getMessage()))
+    log = logging.getLogger("fedhassle")
+    log.addHandler(handler)
+    try:
+        assert ends(in_processes(launched(tmp_path, ("a", []), base=FEDAVG), 1)) == {0: None}
+    finally:
+        log.removeHandler(handler)
+    assert {run for run, _ in said} == {"a"}
+    assert any(text.startswith("round 1: unlabelled clients do not train") for _, text in said)
+
+
+def test_an_error_that_cannot_travel_arrives_as_its_message():
+    class LocalError(Exception):
+        """A class that no other process can find."""
+
+    assert str(portable(LocalError("too hot"))) == "LocalError: too hot"
+    error = UserError("as it is")
+    assert portable(error) is error
+
+
+def test_a_small_network_is_one_with_few_operations():
+    """LeNet's, by hand, two for each multiplication: its layers, (outputs, inputs of each).
+
+    2·(28²·6·25 + 10²·16·150 + 120·400 + 84·120 + 10·84) = 833,040. ResNet-8 has 0.39e9.
+    """
+    sizes = (28 * 28 * 6, 25), (10 * 10 * 16, 150), (120, 400), (84, 120), (10, 84)
+    assert operations(Net(NETS["lenet"], (1, 28, 28), 10)) == 2 * sum(a * b for a, b in sizes)
+    resnet = operations(Net(NETS["resnet8"], (3, 32, 32), 10))
+    assert SMALL < resnet == pytest.approx(0.39e9, rel=0.02)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if runs trained on a GPU of 100 GB, on a machine of 8 cores with MPS."""
+    monkeypatch.setattr(several, "build_engine", lambda settings: FakeEngine(None, "one"))
+    monkeypatch.setattr("fedhassle.runs.run.Run.device", torch.device("cuda"))
+    monkeypatch.setattr(processes.mps, "available", lambda: True)
+    monkeypatch.setattr(processes, "available_cores", lambda: 8)
+    memory = SimpleNamespace(total_memory=100e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    return SimpleNamespace(memory=memory)
+
+
+def test_only_small_networks_get_processes_and_as_many_as_fit(tmp_path, gpu, monkeypatch):
+    (run,) = launched(tmp_path, ("a", []), base=FEDAVG)
+    assert several.way_of(run).processes == 8
+    monkeypatch.setattr(processes, "available_cores", lambda: 64)
+    assert several.way_of(run).processes == MOST
+    gpu.memory.total_memory = 3 * processes.MEMORY + 3 * run.dataset.x_train.nbytes
+    assert several.way_of(run).processes == 3
+    monkeypatch.setattr(processes, "SMALL", 1.0)
+    assert several.way_of(run).processes == 0
+
+
+def test_runs_without_mps_or_with_code_of_a_session_share_the_process(tmp_path, gpu, monkeypatch):
+    (run,) = launched(tmp_path, ("a", []), base=FEDAVG)
+    monkeypatch.setattr(processes, "own_code_of", lambda settings: {"__main__:Mine": "hash"})
+    assert several.way_of(run).processes == 0
+    monkeypatch.setattr(processes, "own_code_of", lambda settings: {})
+    assert several.way_of(run).processes == 8
+    monkeypatch.setattr(processes.mps, "available", lambda: False)
+    assert several.way_of(run).processes == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "daemon", "expected"),
+    [
+        (None, True, ("processes", 8)),
+        (5, True, ("processes", 5)),
+        (1, True, ("threads", 1)),
+        (None, False, ("threads", several.SIDE_BY_SIDE)),
+    ],
+)
+def test_the_way_that_runs_train(tmp_path, gpu, monkeypatch, caplog, asked, daemon, expected):
+    """One run at a time needs no process, and without the daemon runs share this one."""
+
+    @contextlib.contextmanager
+    def started():
+        if not daemon:
+            raise UserError("the daemon failed: no GPU")
+        yield
+
+    runs, ways = launched(tmp_path, ("a", []), base=FEDAVG), []
+
+    def way(name):
+        def train(group, width):
+            ways.append((name, width))
+            yield from several.in_turn(group)
+
+        return train
+
+    monkeypatch.setattr(several.mps, "mps", started)
+    monkeypatch.setattr(several, "in_processes", way("processes"))
+    monkeypatch.setattr(several, "in_threads", way("threads"))
+    monkeypatch.setattr(several, "in_turn", lambda group: iter([several.Event(0, begun=group)]))
+    monkeypatch.setattr(FakeEngine, "active", lambda self: contextlib.nullcontext())
+    list(several.train_several(runs, asked))
+    assert ways == [expected]
+    assert ("the daemon failed: no GPU" in caplog.text) == (not daemon)
+
+
+def test_a_run_that_ends_in_a_process_is_whole(tmp_path):
+    list(in_processes(launched(tmp_path, ("a", []), base=FEDAVG), 1))
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["rounds"] == 2 and not list(tmp_path.rglob("*.lock"))
