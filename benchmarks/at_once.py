@@ -2,7 +2,7 @@
 
 HASSLE with LeNet on random images of Fashion-MNIST's size, the paper's settings: 1, 4, 8 and 16 runs at once,
 as threads of one process and as processes, on a GPU under NVIDIA's MPS. It takes a few minutes. On a CPU,
-where runs of one process take turns, only processes are measured.
+where runs of one process take turns, only processes are measured: one has all cores, several share them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(
         data = written(Path(folder), images)
         words = [*settings.split(), f"data={data}", "net=lenet", f"device={device}", "compile=false"]
         for way, count in ways:
-            runs = prepared([*words, "threads=1"], count, Path(folder) / f"{way}-{count}")
+            runs = prepared(words, count, Path(folder) / str(len(found)))
             found.append({"way": way, "runs": count, **measured(way, runs, seconds, limit)})
             tell(in_words(found[-1], found[0]))
             write_json(as_json, report)

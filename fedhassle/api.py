@@ -70,7 +70,7 @@ def run_several(
     """Trains one run per combination of values, as `fedhassle run --vary` does: `vary={"seed": [0, 1]}`.
 
     Settings are given as for `run`; values that vary may be classes too: `vary={"method": ["fedavg", Mine]}`.
-    On a GPU they train side by side. An error in one is raised after the others have ended.
+    Several train at once where that is faster. An error in one is raised after the others have ended.
     """
     require_no_import()
     home = Path("runs") if out is None else Path(out)

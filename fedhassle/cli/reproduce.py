@@ -60,7 +60,8 @@ def reproduce(
         int | None,
         typer.Option(
             min=1,
-            help="Runs at once on a GPU (default: 3; of small networks one process per core, at most 16).",
+            help="Runs at once: of small networks one process per core, at most 16; of others 3 on a GPU "
+            "(these are the defaults), and always one on a CPU.",
         ),
     ] = None,
     ray: Annotated[

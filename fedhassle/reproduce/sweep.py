@@ -1,4 +1,4 @@
-"""A sweep: trains the cells that the ledger lacks, several at once on a GPU, and resumes interrupted runs."""
+"""A sweep: trains the cells that the ledger lacks, several at once, and resumes interrupted runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Sweep:
             distinct.setdefault(cell.identity.key, cell)
         self.cells = [cell for cell in distinct.values() if cell.identity not in ledger]
         self.known = [cell for cell in distinct.values() if cell.identity in ledger]
-        self.together = together if on_gpu(self.cells) else 1
+        self.together = together
         self.done: list[Cell] = []
         self.failed: list[tuple[Cell, BaseException]] = []
         self.barred: list[BaseException] = []  # errors of cells that lack the same images as a failed one
@@ -106,7 +106,7 @@ class Sweep:
     @property
     def about(self) -> str:
         """The device and the number of runs at once, if it is known before they begin, in words."""
-        width = "" if self.together is None else f", {self.together} at once"
+        width = "" if self.together is None else f", at most {self.together} at once"
         return f"on {self.cells[0].identity.device}{width}"
 
     @property
@@ -258,11 +258,6 @@ class Sweep:
     def _lock(self, cell: Cell) -> Path:
         """The file that a process locks while it works on a cell."""
         return self._home(cell).with_suffix(LOCK)
-
-
-def on_gpu(cells: Sequence[Cell]) -> bool:
-    """True if any of the cells trains on a GPU."""
-    return any(cell.identity.device != "cpu" for cell in cells)
 
 
 def prepare(cell: Cell, folder: Folder, load: Load = build_dataset) -> Run:

@@ -92,7 +92,7 @@ class Evaluator:
 def evaluator(run: Run) -> Evaluator:
     """The test images of a run, and its metrics."""
     dataset, settings = run.dataset, run.settings
-    threads = min(available_cores(), settings.threads * settings.workers)  # workers wait meanwhile
+    threads = min(available_cores(), run.threads * settings.workers)  # workers wait meanwhile
     return Evaluator(
         method=run.method,
         images=torch.from_numpy(dataset.x_test).to(run.device),

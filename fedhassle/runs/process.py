@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from contextlib import closing
+from dataclasses import replace
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from typing import Any
@@ -59,7 +60,7 @@ def main(descriptor: int) -> None:
 
 def train(task: Task, line: Line) -> None:
     """Trains a run, or resumes it, to its end or until it is told to stop."""
-    run = prepare(Folder(task.folder), Request((task.settings,)))
+    run = replace(prepare(Folder(task.folder), Request((task.settings,))), share=task.share)
     with closing(train_run(run)) as steps:
         for step in steps:
             line.put_nowait(Event(task.place, step=step))

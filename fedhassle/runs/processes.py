@@ -1,7 +1,9 @@
-"""Several runs at once, each in a process of its own, for networks that are too small to fill a GPU.
+"""Several runs at once, each in a process of its own, for small networks.
 
 The Python code of one process feeds a GPU with about as many small kernels as it can. More processes feed it
-more, and NVIDIA's MPS lets their kernels run side by side.
+more, and NVIDIA's MPS lets their kernels run side by side. On a CPU, a run trains one client per core: cores
+wait for the longest client of a round, and threads for Python's lock. A run with a core to itself waits for
+neither.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,6 +24,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedhassle.engine.cores import available_cores
+from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError
 from fedhassle.names import SESSION
 from fedhassle.nets import Net
@@ -31,10 +33,11 @@ from fedhassle.runs.events import Event
 from fedhassle.runs.run import Run
 from fedhassle.settings.hashing import own_code_of
 
-MOST = 16  # processes that share a GPU; more have not been tried
+MOST = 16  # processes that share a device; more have not been tried
 # A training step of 128 images takes about as long on a large GPU as starting its kernels: 0.1 ms.
 SMALL = 50e6  # operations of a network per image
 MEMORY = 2e9  # bytes of a GPU that a process needs beside its images
+WORTH = 1e12  # operations of a run on a CPU, below which its process would take too long to start: about 10 s
 ENTRY = "fedhassle.runs.process"  # the module that a process runs
 
 
@@ -44,6 +47,7 @@ class Task(NamedTuple):
     place: int  # its index among the runs
     folder: Path
     settings: dict[str, Any]  # as config.toml has them
+    share: int  # the number of runs that share the cores of a CPU
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,33 @@ class Child:
 
 
 def gain_from_processes(run: Run) -> bool:
-    """True if a run on a GPU gains from sharing it with other processes, and can be sent to one."""
-    return run.device.type == "cuda" and mps.available() and is_small(run) and not uses_session(run)
+    """True if a run gains from sharing its device with other processes, and can be sent to one."""
+    if run.settings.distributed or uses_session(run):
+        return False
+    an_image = max(map(operations, set(run.method.networks().values())))
+    if an_image >= SMALL:
+        return False
+    if run.device.type == "cuda":
+        return mps.available()
+    return os.name == "posix" and run.settings.threads > 1 and 3 * an_image * images_seen(run) > WORTH
 
 
-def is_small(run: Run) -> bool:
-    """True if none of the networks that a run trains fills a GPU."""
-    nets = {net.build: net for net in run.method.networks().values()}
-    return max(map(operations, nets.values())) < SMALL
-
-
-@cache
 def operations(net: Net) -> int:
-    """Multiplications and additions of a network for one image."""
+    """Multiplications and additions of a network for one image; training takes three times as many."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net.logits(net.initial(0), torch.zeros(1, *net.shape))
     return int(counter.get_total_flops())
+
+
+def images_seen(run: Run) -> float:
+    """The number of images in all batches of a run, if each of its rounds were as its last one."""
+    clients = clients_of(run.split)
+    of_everybody = sum(
+        phase.length(client) * sum(stream.batch * len(stream.views) for stream in phase.streams)
+        for client in clients
+        for phase in run.method.phases(client, run.rounds)
+    )
+    return run.rounds * run.settings.clients_per_round / len(clients) * of_everybody
 
 
 def uses_session(run: Run) -> bool:
@@ -85,7 +100,9 @@ def uses_session(run: Run) -> bool:
 
 
 def most_at_once(run: Run) -> int:
-    """The number of processes that fit: one per core, as long as the GPU has memory for all."""
+    """The number of processes that fit: one per core, as long as a GPU has memory for all."""
+    if run.device.type == "cpu":
+        return min(run.settings.threads, MOST)
     memory = torch.cuda.get_device_properties(run.device).total_memory
     return max(1, min(available_cores(), MOST, int(memory / (MEMORY + run.dataset.x_train.nbytes))))
 
@@ -94,13 +111,15 @@ def most_at_once(run: Run) -> int:
 
 
 def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
-    """Trains `width` runs at once, each in a process of its own."""
-    waiting, going = enumerate(runs), list[Child]()
+    """Trains `width` runs at once, each in a process of its own; all of them if they are fewer."""
+    rest, going = enumerate(runs), list[Child]()
+    first = list(itertools.islice(rest, width))
+    waiting, width = itertools.chain(first, rest), len(first)
     try:
         while True:
             for i, run in itertools.islice(waiting, width - len(going)):
                 yield Event(i, begun=run, together=width)
-                going.append(begun(Task(i, run.folder.path, run.settings.as_toml()), run.name, width))
+                going.append(begun(Task(i, run.folder.path, run.settings.as_toml(), width), run.name))
             if not going:
                 return
             ready = wait([child.line for child in going])
@@ -121,11 +140,11 @@ def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
             end(child)
 
 
-def begun(task: Task, name: str, width: int) -> Child:
+def begun(task: Task, name: str) -> Child:
     """Starts a process for a run."""
     ours, theirs = Pipe()
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
-    cores = max(1, available_cores() // width)
+    cores = max(1, available_cores() // task.share)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(cores)}
     process = subprocess.Popen(
         [sys.executable, "-m", ENTRY, str(theirs.fileno())],

@@ -65,6 +65,12 @@ class Run:
     method: Method
     privacy: Privacy | SamplePrivacy | None = None
     required: Required = NOBODY
+    share: int = 1  # on a CPU: of its threads, one in so many is its own; other runs have the rest
+
+    @property
+    def threads(self) -> int:
+        """The number of clients that it trains in parallel on a CPU."""
+        return max(1, self.settings.threads // self.share)
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Several runs: in turn on a CPU; side by side on a GPU, in threads or (small networks) in processes."""
+"""Several runs: of small networks in processes, of large ones in threads on a GPU and in turn on a CPU."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SIDE_BY_SIDE = 3  # default number of runs in threads on a GPU; one run of a lar
 def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
     """Trains runs to their end, at most `width` at once; an error in one does not stop the others.
 
-    A run is taken from `runs` only when it is its turn. On a CPU one run has all cores. On a GPU, runs of
-    small networks have a process each where that is possible, and others share this one.
+    A run is taken from `runs` only when it is its turn. Runs of small networks have a process each where that
+    is possible. Others share this one: on a GPU side by side, on a CPU in turn, each with all cores.
     """
     before = 0
     for way, group in itertools.groupby(runs, way_of):
@@ -52,23 +52,23 @@ class Way(NamedTuple):
     """How a run trains among others; runs that need another way wait for the earlier ones."""
 
     engine: Engine  # PyTorch's global switches hold for the whole process
-    alone: bool  # on all cores of a CPU, or on workers that have all devices to themselves
-    processes: int  # of small networks that fit on the GPU; 0: threads of this process
+    alone: bool  # in this process: on all cores of a CPU, or on workers that have all devices to themselves
+    processes: int  # of small networks that fit on the device; 0: none
 
 
 def way_of(run: Run) -> Way:
     """The way to train a run."""
     engine = build_engine(run.settings)
     alone = run.settings.distributed or engine.device.type == "cpu"
-    return Way(engine, alone, most_at_once(run) if not alone and gain_from_processes(run) else 0)
+    return Way(engine, alone, most_at_once(run) if gain_from_processes(run) else 0)
 
 
 def trained(way: Way, runs: Iterable[Run], width: int | None, stack: ExitStack) -> Generator[Event]:
     """Trains runs in the same way; the stack gets what has to be undone after them."""
+    if way.processes and width != 1 and (way.alone or started(stack, mps.mps())):
+        return in_processes(runs, width or way.processes)
     if way.alone:
         return in_turn(runs)
-    if way.processes and width != 1 and started(stack, mps.mps()):
-        return in_processes(runs, width or way.processes)
     stack.enter_context(way.engine.active())
     stack.enter_context(info_level())
     return in_threads(runs, width or SIDE_BY_SIDE)

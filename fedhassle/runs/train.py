@@ -115,7 +115,7 @@ def simulated(run: Run, engine: Engine, memory: ClientState) -> Iterator[Federat
     """The clients of a run: in this process, or on the workers of a Ray cluster."""
     settings, dataset = run.settings, run.dataset
     split = pooled(run.split, run.method.pooled) if run.method.pooled else run.split
-    common = dataset, split, settings.seed, engine, settings.threads
+    common = dataset, split, settings.seed, engine, run.threads
     if not settings.distributed:
         yield Simulator(*common, memory)
         return

@@ -136,7 +136,7 @@ def idle(monkeypatch):
 
 def test_every_cell_is_trained_and_reported_with_its_result(made):
     folder, out = made
-    assert out.splitlines()[0] == "8 runs to make on cpu, 1 at once; time left: unknown"
+    assert out.splitlines()[0] == "8 runs to make on cpu; time left: unknown"
     assert told(out) == KEYS
     found = results(folder)
     assert len(found) == 8
@@ -566,7 +566,7 @@ def test_the_time_left_is_estimated_from_earlier_runs(made, tiny, tmp_path):
     """A third seed of a cell of which two are there."""
     shutil.copytree(made[0] / "results", tmp_path / "results")
     _, out = make(tiny, tmp_path, "--seeds", "3", "--only", "5-fedavg-2")
-    assert re.match(r"1 run to make on cpu, 1 at once; time left: \d+ s\n", out)
+    assert re.match(r"1 run to make on cpu; time left: \d+ s\n", out)
 
 
 @pytest.mark.parametrize(("threads", "text"), [(1, "a, 1 thread"), (2, "a, 2 threads")])
@@ -662,12 +662,10 @@ def test_the_clock_knows_what_still_ends_in_time(monkeypatch):
     assert BudgetClock(None).allows_round() and BudgetClock(None).allows_start()
 
 
-def test_a_cpu_gets_one_run_at_a_time(tiny, tmp_path, monkeypatch):
-    """On a GPU, as many as asked for; if nothing is asked, what suits their networks."""
-    assert work_on(tiny, tmp_path, together=5).together == 1
-    monkeypatch.setattr(working, "on_gpu", lambda cells: True)
-    assert work_on(tiny, tmp_path).together is None
-    assert work_on(tiny, tmp_path, together=5).together == 5
+def test_a_sweep_says_how_many_runs_it_was_asked_to_train_at_once(tiny, tmp_path):
+    """If nothing is asked, the networks decide."""
+    assert work_on(tiny, tmp_path).about == "on cpu"
+    assert work_on(tiny, tmp_path, together=5).about == "on cpu, at most 5 at once"
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +15,20 @@ import small
 import torch
 from test_several import HASSLE, QUICK, FakeEngine, ends, launched
 
+from fedhassle.engine.client_state import ClientState
+from fedhassle.engine.cores import available_cores
 from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.errors import DivergedError, UserError
 from fedhassle.nets import NETS, Net
-from fedhassle.runs import processes, several
+from fedhassle.runs import process, processes, several
+from fedhassle.runs.evaluation import evaluator
+from fedhassle.runs.events import Event
 from fedhassle.runs.process import portable
-from fedhassle.runs.processes import MOST, SMALL, in_processes, operations
+from fedhassle.runs.processes import MOST, SMALL, Task, in_processes, operations
+from fedhassle.runs.train import simulated
+from fedhassle.settings.build import build_engine
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="MPS, for which they are, needs Linux")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="they inherit a pipe, as only POSIX has it")
 FEDAVG = [*QUICK, "method=fedavg"]
 
 
@@ -190,6 +198,79 @@ def test_the_way_that_runs_train(tmp_path, gpu, monkeypatch, caplog, asked, daem
     list(several.train_several(runs, asked))
     assert ways == [expected]
     assert ("the daemon failed: no GPU" in caplog.text) == (not daemon)
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """As if every run were worth a process, on a CPU of four cores."""
+    monkeypatch.setattr(processes, "WORTH", 0.0)
+    return [*FEDAVG, "threads=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], 4), (["threads=32"], MOST), (["threads=1"], 0), (["data=fmnist-mini", "net=resnet8"], 0)],
+)
+def test_on_a_cpu_small_networks_get_a_process_per_thread(tmp_path, long, words, expected):
+    (run,) = launched(tmp_path, ("a", words), base=long)
+    assert several.way_of(run).processes == expected
+
+
+def test_short_runs_get_no_process(tmp_path, long, monkeypatch):
+    """A run is short by its operations: those of LeNet, for all its images, times three."""
+    (run,) = launched(tmp_path, ("a", []), base=[*long, "method.batch=10"])
+    steps = sum(math.ceil(len(rows) / 10) for rows in run.split.labelled)
+    drawn = run.settings.clients_per_round / len(run.split.names)
+    work = 3 * 833_040 * 2 * drawn * 10 * steps  # two rounds of one epoch
+    monkeypatch.setattr(processes, "WORTH", 0.999 * work)
+    assert several.way_of(run).processes == 4
+    monkeypatch.setattr(processes, "WORTH", 1.001 * work)
+    assert several.way_of(run).processes == 0
+
+
+@pytest.mark.parametrize(("runs", "asked", "at_once"), [(3, None, 3), (6, None, 4), (3, 2, 2), (3, 1, 1)])
+def test_runs_on_a_cpu_share_its_cores(tmp_path, long, monkeypatch, runs, asked, at_once):
+    """As many as there are or as were asked for, each with its share; one at a time needs no process."""
+    shares = []
+    monkeypatch.setattr(processes, "begun", lambda task, name: shares.append(task.share) or ended(task))
+    monkeypatch.setattr(processes, "wait", lambda lines: lines)
+    monkeypatch.setattr(several, "train_run", lambda run: iter(()))
+    choices = [(str(seed), [f"seed={seed}"]) for seed in range(runs)]
+    events = list(several.train_several(launched(tmp_path, *choices, base=long), asked))
+    assert len(ends(events)) == runs
+    assert {event.together for event in events if event.begun is not None} == {at_once}
+    assert shares == ([] if asked == 1 else [at_once] * runs)
+
+
+def ended(task):
+    """A process whose run has just ended."""
+    line = SimpleNamespace(recv=lambda: Event(task.place), close=lambda: None)
+    nothing = SimpleNamespace(wait=lambda: 0, close=lambda: None)
+    return processes.Child(task.place, "", nothing, line, nothing)
+
+
+@pytest.mark.parametrize(("share", "threads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_a_run_that_shares_a_cpu_has_a_part_of_its_threads(tmp_path, long, share, threads):
+    """Its settings and its summary name all of them, as with any number of runs on a GPU."""
+    (run,) = launched(tmp_path, ("a", []), base=long)
+    shared = replace(run, share=share)
+    assert shared.threads == threads and shared.settings.threads == 4
+    with simulated(shared, build_engine(run.settings), ClientState()) as simulator:
+        assert simulator.trainer.threads == threads
+    assert evaluator(shared).threads == min(threads, available_cores())
+
+
+def test_a_process_trains_with_its_share_of_the_threads(tmp_path, long, monkeypatch):
+    (run,) = launched(tmp_path, ("a", []), base=long)
+    seen = []
+
+    def train(run):
+        seen.append(run.threads)
+        yield from ()
+
+    monkeypatch.setattr(process, "train_run", train)
+    process.train(Task(0, run.folder.path, run.settings.as_toml(), 2), None)
+    assert seen == [2]
 
 
 def test_a_run_that_ends_in_a_process_is_whole(tmp_path):
