@@ -111,10 +111,8 @@ def most_at_once(run: Run) -> int:
 
 
 def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
-    """Trains `width` runs at once, each in a process of its own; all of them if they are fewer."""
-    rest, going = enumerate(runs), list[Child]()
-    first = list(itertools.islice(rest, width))
-    waiting, width = itertools.chain(first, rest), len(first)
+    """Trains `width` runs at once, each in a process of its own."""
+    waiting, going = enumerate(runs), list[Child]()
     try:
         while True:
             for i, run in itertools.islice(waiting, width - len(going)):

@@ -63,10 +63,14 @@ def way_of(run: Run) -> Way:
     return Way(engine, alone, most_at_once(run) if gain_from_processes(run) else 0)
 
 
-def trained(way: Way, runs: Iterable[Run], width: int | None, stack: ExitStack) -> Generator[Event]:
+def trained(way: Way, runs: Iterator[Run], width: int | None, stack: ExitStack) -> Generator[Event]:
     """Trains runs in the same way; the stack gets what has to be undone after them."""
-    if way.processes and width != 1 and (way.alone or started(stack, mps.mps())):
-        return in_processes(runs, width or way.processes)
+    together = width or way.processes
+    if way.processes and together > 1:
+        first = list(itertools.islice(runs, together))
+        runs = itertools.chain(first, runs)
+        if len(first) > 1 and (way.alone or started(stack, mps.mps())):
+            return in_processes(runs, len(first))
     if way.alone:
         return in_turn(runs)
     stack.enter_context(way.engine.active())

@@ -164,15 +164,17 @@ def test_runs_without_mps_or_with_code_of_a_session_share_the_process(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("asked", "daemon", "expected"),
+    ("n", "asked", "daemon", "expected"),
     [
-        (None, True, ("processes", 8)),
-        (5, True, ("processes", 5)),
-        (1, True, ("threads", 1)),
-        (None, False, ("threads", several.SIDE_BY_SIDE)),
+        (9, None, True, ("processes", 8)),
+        (9, 5, True, ("processes", 5)),
+        (3, None, True, ("processes", 3)),
+        (9, 1, True, ("threads", 1)),
+        (1, None, True, ("threads", several.SIDE_BY_SIDE)),
+        (9, None, False, ("threads", several.SIDE_BY_SIDE)),
     ],
 )
-def test_the_way_that_runs_train(tmp_path, gpu, monkeypatch, caplog, asked, daemon, expected):
+def test_the_way_that_runs_train(tmp_path, gpu, monkeypatch, caplog, n, asked, daemon, expected):
     """One run at a time needs no process, and without the daemon runs share this one."""
 
     @contextlib.contextmanager
@@ -181,22 +183,21 @@ def test_the_way_that_runs_train(tmp_path, gpu, monkeypatch, caplog, asked, daem
             raise UserError("the daemon failed: no GPU")
         yield
 
-    runs, ways = launched(tmp_path, ("a", []), base=FEDAVG), []
+    (run,), ways = launched(tmp_path, ("a", []), base=FEDAVG), []
 
     def way(name):
         def train(group, width):
             ways.append((name, width))
-            yield from several.in_turn(group)
+            yield from (Event(i, begun=one) for i, one in enumerate(group))
 
         return train
 
     monkeypatch.setattr(several.mps, "mps", started)
     monkeypatch.setattr(several, "in_processes", way("processes"))
     monkeypatch.setattr(several, "in_threads", way("threads"))
-    monkeypatch.setattr(several, "in_turn", lambda group: iter([several.Event(0, begun=group)]))
     monkeypatch.setattr(FakeEngine, "active", lambda self: contextlib.nullcontext())
-    list(several.train_several(runs, asked))
-    assert ways == [expected]
+    events = list(several.train_several([run] * n, asked))
+    assert ways == [expected] and [event.run for event in events] == list(range(n))
     assert ("the daemon failed: no GPU" in caplog.text) == (not daemon)
 
 
@@ -228,9 +229,11 @@ def test_short_runs_get_no_process(tmp_path, long, monkeypatch):
     assert several.way_of(run).processes == 0
 
 
-@pytest.mark.parametrize(("runs", "asked", "at_once"), [(3, None, 3), (6, None, 4), (3, 2, 2), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("runs", "asked", "at_once"), [(3, None, 3), (6, None, 4), (3, 2, 2), (3, 1, 0), (1, None, 0)]
+)
 def test_runs_on_a_cpu_share_its_cores(tmp_path, long, monkeypatch, runs, asked, at_once):
-    """As many as there are or as were asked for, each with its share; one at a time needs no process."""
+    """As many as there are or as were asked for, each with its share; 0: in this process."""
     shares = []
     monkeypatch.setattr(processes, "begun", lambda task, name: shares.append(task.share) or ended(task))
     monkeypatch.setattr(processes, "wait", lambda lines: lines)
@@ -238,8 +241,8 @@ def test_runs_on_a_cpu_share_its_cores(tmp_path, long, monkeypatch, runs, asked,
     choices = [(str(seed), [f"seed={seed}"]) for seed in range(runs)]
     events = list(several.train_several(launched(tmp_path, *choices, base=long), asked))
     assert len(ends(events)) == runs
-    assert {event.together for event in events if event.begun is not None} == {at_once}
-    assert shares == ([] if asked == 1 else [at_once] * runs)
+    assert {event.together for event in events if event.begun is not None} == {at_once or 1}
+    assert shares == ([at_once] * runs if at_once else [])
 
 
 def ended(task):
