@@ -60,8 +60,8 @@ def reproduce(
         int | None,
         typer.Option(
             min=1,
-            help="Runs at once: of small networks one process per core, at most 16; of others 3 on a GPU "
-            "(these are the defaults), and always one on a CPU.",
+            help="Runs at once; on a CPU only those of small networks (default: small networks one per core, "
+            "up to 16; others 3 on a GPU).",
         ),
     ] = None,
     ray: Annotated[
