@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,20 @@ def check_writable(folder: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED) as file:
         file.write(b"test")
         file.flush()
+
+
+def cache_folder() -> Path:
+    """Returns our folder among the user's caches, where the platform keeps them; it may not exist yet.
+
+    Raises a RuntimeError for a user without a home, as in some containers.
+    """
+    if sys.platform == "win32":
+        caches = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        caches = Path.home() / "Library" / "Caches"
+    else:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "fedhassle"
 
 
 def check_picture(path: Path, formats: Sequence[str]) -> None:

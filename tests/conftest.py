@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Compiled kernels stay for the next tests, but not among the user's.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedhassle-tests"))
 settings.register_profile("patient", deadline=None)  # a slow machine is not a failure
 settings.load_profile("patient")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -23,6 +22,7 @@ from fedhassle.data.dataset import (
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site.sites import SiteImages, read_sites
 from fedhassle.errors import UserError, require
+from fedhassle.files import cache_folder
 from fedhassle.names import brief, nearest
 
 AS_THEY_ARE = SiteImages()
@@ -197,7 +197,7 @@ def data_folder(folder: Path | None = None) -> Path:
     """Returns the folder for downloads: the argument, $FEDHASSLE_DATA or the user's cache, in this order."""
     chosen = folder or os.environ.get("FEDHASSLE_DATA")
     try:
-        return Path(chosen).expanduser() if chosen else _cache() / "fedhassle"
+        return Path(chosen).expanduser() if chosen else cache_folder()
     except RuntimeError as error:  # a user without a home, as in some containers
         raise UserError(f"no data folder ({error}): choose one with $FEDHASSLE_DATA or --data-dir") from error
 
@@ -206,15 +206,6 @@ def is_available(name: str, folder: Path | None = None) -> bool:
     """True if loading a data set downloads nothing: it is shipped, downloaded, or a user's own file."""
     entry = CATALOGUE.get(name)
     return entry is None or not entry.sources or (data_folder(folder) / f"{name}.npz").exists()
-
-
-def _cache() -> Path:
-    """Returns the platform's folder for caches."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _load_entry(entry: CatalogueEntry, folder: Path | None, progress: bool) -> Dataset:

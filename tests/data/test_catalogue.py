@@ -2,6 +2,7 @@
 
 import hashlib
 import runpy
+import sys
 import zipfile
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -93,10 +94,10 @@ def test_folder_is_argument_then_variable_then_cache(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     folders = {"linux": "xdg", "darwin": "Library/Caches", "win32": "local"}
     for platform, folder in folders.items():
-        monkeypatch.setattr(catalogue.sys, "platform", platform)
+        monkeypatch.setattr(sys, "platform", platform)
         assert data_folder(None) == tmp_path / folder / "fedhassle"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(catalogue.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     assert data_folder(None) == tmp_path / ".cache" / "fedhassle"
 
 

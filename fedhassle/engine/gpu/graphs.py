@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
+from fedhassle.files import cache_folder, check_writable
+
+KERNELS = "TORCHINDUCTOR_CACHE_DIR"  # the compiler reads it, and sets it when it is imported
 
 
 class Compiler:
@@ -47,6 +51,7 @@ class Compiler:
         used = ordered_by_use(graph)
         key = (str(graph.code), tuple(signature(leaves[i]) for i in used), constants(graph))
         if key not in self._fused:
+            keep_kernels()
             self._fused[key] = torch.compile(graph, fullgraph=True, dynamic=False)
         fused = self._fused[key]
 
@@ -56,6 +61,22 @@ class Compiler:
             return pytree.tree_unflatten(result, made[0]) if result else None
 
         return call
+
+
+def keep_kernels() -> None:
+    """Keeps compiled kernels in the user's cache folder, for later processes.
+
+    The compiler's own choice is a folder for temporary files, which a restart empties. It remains if ours
+    cannot be written, and so does a choice of the user's.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports the compiler
+
+    if os.environ.get(KERNELS) not in (None, default_cache_dir()):
+        return
+    with suppress(OSError, RuntimeError):
+        folder = cache_folder() / "kernels"
+        check_writable(folder)
+        os.environ[KERNELS] = str(folder)
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
