@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fedhassle.averaging import AVERAGED
 from fedhassle.errors import require
 from fedhassle.names import nearest
+from fedhassle.provenance import machine
 from fedhassle.reproduce.experiment import Cell, Choice, Experiment, as_shipped
 from fedhassle.reproduce.experiment import cells as cells_of
 from fedhassle.reproduce.ledger import Ledger, device_seconds
@@ -74,7 +75,7 @@ def unit(metric: str) -> Unit:
 class Measurement(NamedTuple):
     """A metric of a cell over its seeds. Accuracies are shares; bytes are per client and round.
 
-    Seconds are those of a run, divided by the number of runs on its device.
+    Seconds are those of a run on one kind of machine, divided by the number of runs on its device.
     """
 
     name: str  # of the cells, without the seed
@@ -166,13 +167,21 @@ def measurements_of(
             cell.name,
             cell.choices,
             metric,
-            by_seed(found, metric),
+            by_seed(comparable(found, metric), metric),
             len(found),
             len(seeds),
             paper.get(metric),
         )
         for metric in metrics
     ]
+
+
+def comparable(found: Sequence[Metrics], metric: str) -> Sequence[Metrics]:
+    """The runs whose values make a mean: of seconds, those on the machine that made the most runs."""
+    if metric != "seconds" or not found:
+        return found
+    most = statistics.mode(machine(summary["hardware"]) for summary in found)
+    return [summary for summary in found if machine(summary["hardware"]) == most]
 
 
 def metrics_of(experiment: Experiment, summary: Metrics) -> list[str]:

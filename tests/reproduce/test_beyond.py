@@ -86,6 +86,19 @@ def test_seconds_are_those_of_the_device_and_bytes_those_of_a_drawn_client(tmp_p
     assert found == {"": 0.6, "seconds": 20.0, "bytes_up": 2e6, "bytes_down": 2e6}
 
 
+def test_seconds_of_different_machines_make_no_mean(tmp_path):
+    """Two runs took 40 and 60 s on one machine, a third 900 s on another: 50 s, and that machine alone."""
+    fast, slow = ({"gpu": name, "cpu": "", "threads": 1} for name in ("fast", "slow"))
+    its = [cell for cell in cells("costs").values() if cell.name == "cifar10-fedavg-plain"]
+    for cell, hardware, seconds in zip(its, (slow, fast, fast), (900.0, 40.0, 60.0), strict=True):
+        ledgers.put(tmp_path, ledgers.summary(cell, {"model": 0.6}, hardware=hardware, seconds=seconds))
+    report = made(tmp_path, "costs", only=("cifar10-fedavg-plain",))
+    (result,) = report.sections[0].results
+    found = {one.metric: one.values for one in result.measurements}
+    assert found["seconds"] == {1: 40.0, 2: 60.0} and len(found[""]) == 3
+    assert "<sub>fast</sub>" in markdown.markdown(report)
+
+
 def test_kinds_count_by_their_clients(tmp_path):
     """Two full clients sent 10 bytes together, six unlabelled ones none: 1.25 each."""
     history = [

@@ -84,7 +84,8 @@ def notes(entry: TableCell) -> list[str]:
 
 def devices(entries: Iterable[TableCell]) -> list[str]:
     """The machines whose seconds are shown."""
-    runs = (run for one in entries if one.measurement.metric == "seconds" for run in one.result.runs)
+    timed = (one for one in entries if one.measurement.metric == "seconds")
+    runs = (run for one in timed for run in one.result.runs if run.seed in one.measurement.values)
     return list(dict.fromkeys(run.machine for run in runs))
 
 
