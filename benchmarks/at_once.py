@@ -24,6 +24,7 @@ from rich.console import Console
 from benchmarks.benchmark import synthetic, teller
 from fedhassle.cli.main import guarded
 from fedhassle.engine.cores import available_cores
+from fedhassle.errors import require
 from fedhassle.files import write_json
 from fedhassle.provenance import hardware, versions
 from fedhassle.runs import mps
@@ -42,6 +43,7 @@ WAYS = {"threads": in_threads, "processes": in_processes}
 
 def main(
     counts: Annotated[str, typer.Option(help="Runs at once.")] = "1,4,8,16",
+    ways: Annotated[str | None, typer.Option(help="threads, processes (default: both on a GPU).")] = None,
     seconds: Annotated[float, typer.Option(help="Seconds to count rounds, after the warm-up.")] = 10.0,
     limit: Annotated[float, typer.Option(help="Seconds that a warm-up may take.")] = 60.0,
     images: Annotated[int, typer.Option(help="Random training images.")] = 60_000,
@@ -53,9 +55,9 @@ def main(
 ) -> None:
     """Measure runs per hour for different numbers of runs at once."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    numbers = [int(word) for word in counts.split(",")]
-    ways = [("processes", n) for n in numbers]
-    ways = [("threads", n) for n in numbers] + ways if device == "cuda" else ways
+    chosen = (ways or ("threads,processes" if device == "cuda" else "processes")).split(",")
+    require(set(chosen) <= set(WAYS), f"--ways {ways!r}: choose from {', '.join(WAYS)}")
+    pairs = [(way, int(word)) for way in chosen for word in counts.split(",")]
     console = Console()
     tell, found = teller(console), list[dict[str, Any]]()
     report = {
@@ -69,7 +71,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="at-once-") as folder:
         data = written(Path(folder), images)
         words = [*settings.split(), f"data={data}", "net=lenet", f"device={device}", "compile=false"]
-        for way, count in ways:
+        for way, count in pairs:
             runs = prepared(words, count, Path(folder) / str(len(found)))
             found.append({"way": way, "runs": count, **measured(way, runs, seconds, limit)})
             tell(in_words(found[-1], found[0]))
