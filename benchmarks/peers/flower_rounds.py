@@ -2,21 +2,19 @@
 
 In its favour: workers keep images and network from round to round, nothing is evaluated, no dashboard, no
 telemetry, and a round lasts from the drawing of clients until their mean; what Flower does between two rounds
-does not count.
+does not count. On a GPU, as for pfl: channels_last, PyTorch's fused SGD, cuDNN tuned.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from benchmarks.peers.clock import Clock, report, told
+from benchmarks.peers.clock import Clock, report, told, written
 from benchmarks.peers.networks import build, n_parameters
 from benchmarks.peers.work import CLASSES
 
@@ -70,7 +68,7 @@ def main() -> None:
             grid=grid,
             initial_arrays=ArrayRecord(module.state_dict()),
             num_rounds=work.warmup + work.rounds,
-            train_config=ConfigRecord({"work": json.dumps(asdict(work))}),
+            train_config=ConfigRecord({"task": written(work, how)}),
         )
 
     cores, gpus = len(os.sched_getaffinity(0)), 1 / how.processes if work.device == "cuda" else 0.0
@@ -80,7 +78,7 @@ def main() -> None:
         client_app=flower_client.app,
         num_supernodes=work.clients,
         backend_config={
-            "init_args": {"num_cpus": at_once, "include_dashboard": False},
+            "init_args": {"num_cpus": at_once, "num_gpus": int(gpus > 0), "include_dashboard": False},
             "client_resources": {"num_cpus": 1, "num_gpus": gpus},
         },
     )
