@@ -20,9 +20,9 @@ app = ClientApp()
 
 
 @functools.cache
-def seen(work: Work, client: int) -> Seen:
-    """A client's images, kept from round to round."""
-    return Seen(work, client, work.device == "cuda")
+def everyone(work: Work) -> list[Seen]:
+    """The images of all clients, which a worker keeps from round to round."""
+    return [Seen(work, client, work.device == "cuda") for client in range(work.clients)]
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def network(work: Work, how: How) -> tuple[nn.Module, Callable[[Tensor, Tensor],
 def train(message: Message, context: Context) -> Message:
     """A client's round."""
     work, how = read(str(message.content["config"]["task"]))
-    data = seen(work, int(context.node_config["partition-id"]))
+    data = everyone(work)[int(context.node_config["partition-id"])]
     module, loss = network(work, how)
     module.load_state_dict(cast(ArrayRecord, message.content["arrays"]).to_torch_state_dict())
     module.train()
