@@ -45,7 +45,7 @@ START = {"w": LINEAR.initial(0)}
 
 
 def short(name):
-    """Settings of a quick round; 13 steps are a stretch and three more."""
+    """Settings of a quick round; 13 steps are stretches of ten, two and one."""
     return {"batch": 8, "epochs": 2, **({"residual_steps": 13} if name == "hassle" else {})}
 
 

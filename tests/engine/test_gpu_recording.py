@@ -317,11 +317,44 @@ def small_lanes(lanes=2, **settings):
 # Stretches
 
 
-@pytest.mark.parametrize("steps", [1, 2, STRETCH - 1, STRETCH, STRETCH + 1, 5 * STRETCH, 7 * STRETCH + 3])
-def test_any_number_of_steps_is_split_into_stretches_of_two_sizes(steps):
-    found = stretches(steps)
-    assert sum(found) == steps and set(found) <= {1, STRETCH}
-    assert found.count(1) < STRETCH and found == sorted(found, reverse=True)
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (1, [1]),
+        (4, [2, 2]),
+        (5, [5]),
+        (9, [5, 2, 2]),
+        (10, [10]),
+        (50, [10] * 5),
+        (78, [10] * 7 + [5, 2, 1]),
+        (100, [10] * 10),
+    ],
+)
+def test_a_number_of_steps_is_split_into_few_stretches_of_few_sizes(steps, expected):
+    assert stretches(steps) == expected
+
+
+@pytest.mark.parametrize(("steps", "sizes"), [(5, {5}), (7, {5, 2}), (10, {10}), (13, {10, 2, 1})])
+def test_a_lane_records_only_the_sizes_that_occur(steps, sizes):
+    method, lanes = made("fedavg", epochs=1), small_lanes()
+    here = site(labelled=8 * steps)
+    lanes.train([visit(method, here, method.initial(0), None, 1, 0)])
+    (program,) = lanes.lanes[0].programs.values()
+    assert set(program.runs) == sizes
+
+
+@METHODS_AND_SETTINGS
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 13])
+def test_every_size_of_stretch_gives_the_eager_bits(name, settings, steps):
+    """Also of frozen models, which are computed ahead for one, two, five or ten steps."""
+    short = {"residual_steps": steps} if name == "hassle" else {}
+    method = made(name, epochs=1, **short, **settings)
+    here = site(labelled=8 * steps, unlabelled=min(8 * steps, 80))
+    message = method.initial(0)
+    ((found, _),) = small_lanes().train([visit(method, here, message, None, 1, 0)])
+    expected, _ = train(method, here, message, None, 1, 0)
+    assert small.same(found.arrays, expected.arrays) and small.same(found.losses, expected.losses)
+    assert torch.equal(found.labelling, expected.labelling)
 
 
 @pytest.mark.parametrize("steps", [1, 3, STRETCH, STRETCH + 4])

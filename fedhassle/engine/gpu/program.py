@@ -20,7 +20,10 @@ from fedhassle.engine.job import Job, Schedule
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays
 
-STRETCH = 10  # steps in one graph; frozen models run on the batches of all of them at once
+# Steps in one graph; frozen models run on the batches of all of them at once. Multiples of 5, the numbers of
+# steps of 5 or 10 epochs, need two sizes at most. Each size is recorded on each lane, so there are few.
+SIZES = 10, 5, 2, 1
+STRETCH = SIZES[0]
 
 
 class StretchInputs(NamedTuple):
@@ -138,5 +141,12 @@ def stretched(schedule: Schedule) -> Schedule:
 
 
 def stretches(steps: int) -> list[int]:
-    """Splits a number of steps into stretches of two sizes, each of which is recorded once."""
-    return [STRETCH] * (steps // STRETCH) + [1] * (steps % STRETCH)
+    """Splits a number of steps into stretches of few sizes, the largest first.
+
+    The host has work for each stretch, so a client of 5 steps should be one stretch and not five. Rounding may
+    depend on the sizes, so they depend on the number of steps alone.
+    """
+    made: list[int] = []
+    for size in SIZES:
+        made += [size] * ((steps - sum(made)) // size)
+    return made

@@ -12,7 +12,8 @@ One example: HASSLE's `labelled residual`, on a client with labelled and unlabel
    them (`precompute.py`), `step` is one step. Both are tested and fused once for all lanes.
 5. Replay (`Lane`): each lane captures `inputs` and ten times `step` as one graph. The 100 steps of the job
    are then: copy its vectors into the buffers, and ten times copy the next part of its schedule and replay
-   the graph.
+   the graph. What is left of a job that has no whole number of stretches is replayed from shorter ones
+   (`stretches`), recorded when they are first needed.
 
 A step that cannot be compiled is captured uncompiled; a step that cannot be captured, or changes too often,
 runs eagerly. On a CPU, which cannot capture, the same functions run over the same buffers.
