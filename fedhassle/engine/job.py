@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,11 @@ class Feed(NamedTuple):
     truth: Tensor  # (steps, B), −1 = unknown
     uniforms: tuple[Tensor, ...]  # (steps, B, k) per view
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (self.rows, self.y, self.truth, *self.uniforms)
+
     def between(self, first: int, last: int) -> Feed:
         """The part for steps `first` to `last`, exclusive."""
         uniforms = tuple(u[first:last] for u in self.uniforms)
@@ -90,6 +96,11 @@ class Schedule(NamedTuple):
     def steps(self) -> int:
         """Number of steps."""
         return len(self.feeds[0].rows)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them; `tree_leaves` would take longer than a launch."""
+        return (*chain.from_iterable(feed.tensors for feed in self.feeds), *self.draws, *self.seeds)
 
     @property
     def truths(self) -> tuple[Tensor, ...]:

@@ -387,6 +387,19 @@ def test_buffers_keep_their_addresses(build):
     assert places[0] == places[1] == places[2] and len(places[0]) > 20
 
 
+def test_loading_a_schedule_overwrites_its_steps_and_no_others():
+    """Of every kind of tensor: rows, labels, uniforms of two streams, draws and seeds."""
+    (job, kept), *_ = jobs(small.Tutored(small.net(small.Dropping, 3), epochs=1), site(labelled=60))
+    there, schedule = program(job, kept), draw(job)
+    leaves = pytree.tree_leaves(there.schedule)
+    assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.float32, torch.int32}
+    for leaf in leaves:
+        leaf.fill_(77)
+    there.load_schedule(schedule.between(3, 5))
+    for leaf, drawn in zip(leaves, pytree.tree_leaves(schedule), strict=True):
+        assert torch.equal(leaf[:2], drawn[3:5]) and (leaf[2:] == 77).all()
+
+
 def test_loading_a_job_overwrites_all_buffers():
     """Buffers are filled with NaN before a job is loaded; none is left."""
     (job, kept), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1))

@@ -5,7 +5,7 @@ The steps are those of `engine.client`, with the logits of frozen models compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,30 +78,28 @@ class Program:
     def __init__(self, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> None:
         self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
         self.schedule = blank(stretched(schedule))
+        written = self.buffers.optimiser, self.buffers.losses, self.buffers.labelling
+        self.sums: list[Tensor] = pytree.tree_leaves(written)  # zero before the first step
         self.runs: dict[int, Callable[[], None]] = {}
         self.load(job, start)
         self.load_schedule(stretched(schedule))
 
     def load(self, job: Job, start: Arrays) -> None:
         """Copies the start vectors and the message of a job into the buffers."""
-        buffers = self.buffers
-        for name, weights in buffers.weights.items():
-            weights.copy_(start[name][: len(weights)])
-            buffers.statistics[name].copy_(start[name][len(weights) :])
-        for sums in pytree.tree_leaves((buffers.optimiser, buffers.losses, buffers.labelling)):
-            sums.zero_()
-        for name, vector in buffers.received.items():
-            vector.copy_(job.message[name])
-        for rate in buffers.rate:
+        weights, received = self.buffers.weights, self.buffers.received
+        begun = [(start[name][: len(w)], start[name][len(w) :]) for name, w in weights.items()]
+        sent = [job.message[name] for name in received]
+        places = [*weights.values(), *self.buffers.statistics.values(), *received.values()]
+        copy_all(places, [*(w for w, _ in begun), *(s for _, s in begun), *sent])
+        torch._foreach_zero_(self.sums)
+        for rate in self.buffers.rate:
             assert job.rate is not None  # jobs of one shape all have a rate, or none has
             rate.fill_(job.rate)
 
     def load_schedule(self, schedule: Schedule) -> None:
         """Copies the schedule of the next steps into the buffers."""
-        for place, tensor in zip(
-            pytree.tree_leaves(self.schedule), pytree.tree_leaves(schedule), strict=True
-        ):
-            place[: len(tensor)].copy_(tensor)
+        steps = schedule.steps
+        copy_all((place[:steps] for place in self.schedule.tensors), schedule.tensors)
 
     def run(self, functions: StretchFunctions, steps: int) -> None:
         """Runs the first steps of the loaded schedule."""
@@ -126,6 +124,18 @@ class Program:
             batches = batches_of(job, self.buffers, received, self.schedule)
             first = [batch.at(0) for batch in batches]
             return questions(job, self.buffers, received, first, [draw[0] for draw in self.schedule.draws])
+
+
+def copy_all(places: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    """Copies tensors to as many places: on a GPU in one kernel for each type, not one for each tensor."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, tensor in zip(places, tensors, strict=True):
+        if place.numel():
+            into, made = pairs.setdefault(place.dtype, ([], []))
+            into.append(place)
+            made.append(tensor)
+    for into, made in pairs.values():
+        torch._foreach_copy_(into, made)
 
 
 def blank(tree: Any) -> Any:
