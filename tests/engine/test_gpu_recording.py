@@ -19,7 +19,8 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
-from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identity, shape_of
+from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape
+from fedhassle.engine.gpu.shapes import identity, shape_of
 from fedhassle.engine.job import draw
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Stream

@@ -153,8 +153,8 @@ def stretched(schedule: Schedule) -> Schedule:
 def stretches(steps: int) -> list[int]:
     """Splits a number of steps into stretches of few sizes, the largest first.
 
-    The host has work for each stretch, so a client of 5 steps should be one stretch and not five. Rounding may
-    depend on the sizes, so they depend on the number of steps alone.
+    The host has work for each stretch, so a client of 5 steps should be one stretch and not five. Rounding
+    may depend on the sizes, so they depend on the number of steps alone.
     """
     made: list[int] = []
     for size in SIZES:
