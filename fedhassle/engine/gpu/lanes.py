@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from fedhassle.capture import CAPTURE_LOCK
-from fedhassle.engine.client import Trained, Visit, collect, run_jobs
+from fedhassle.engine.client import Trained, Visit, collect, no_labels, run_jobs
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer
 from fedhassle.engine.gpu.shapes import functions_of, with_message
@@ -73,7 +73,7 @@ def connected(visit: Visit) -> list[Visit]:
             components.remove(component)
             new = Component(new.names | component.names, new.places + component.places)
         components.append(new)
-    empty = visit.update._replace(labelling=torch.zeros_like(visit.update.labelling))
+    empty = visit.update._replace(labelling=no_labels(visit.update.labelling.device))
     in_order = [tuple(visit.jobs[place] for place in sorted(component.places)) for component in components]
     return [Visit(jobs, visit.kept, empty) for jobs in in_order]
 
