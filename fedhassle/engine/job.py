@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -106,6 +106,10 @@ class Schedule(NamedTuple):
     def truths(self) -> tuple[Tensor, ...]:
         """True labels (steps, B) of each stream, −1 = unknown; a loss does not see them."""
         return tuple(feed.truth for feed in self.feeds)
+
+    def split(self, sizes: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors for the first steps, for those after them, and so on: as many as the sizes say."""
+        return zip(*(torch.split(tensor, list(sizes)) for tensor in self.tensors), strict=True)
 
     def between(self, first: int, last: int) -> Schedule:
         """The part for steps `first` to `last`, exclusive."""

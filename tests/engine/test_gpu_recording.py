@@ -396,7 +396,7 @@ def test_loading_a_schedule_overwrites_its_steps_and_no_others():
     assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.float32, torch.int32}
     for leaf in leaves:
         leaf.fill_(77)
-    there.load_schedule(schedule.between(3, 5))
+    there.load_schedule(schedule.between(3, 5).tensors)
     for leaf, drawn in zip(leaves, pytree.tree_leaves(schedule), strict=True):
         assert torch.equal(leaf[:2], drawn[3:5]) and (leaf[2:] == 77).all()
 
@@ -635,7 +635,7 @@ def assert_compiled_is_eager(method, here):
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
         found = functions.find("key", job, there)
         there.load(job, job.message | kept)
-        there.load_schedule(stretched(draw(job)))
+        there.load_schedule(stretched(draw(job)).tensors)
         there.run(found, 1)
         expected = written(eagerly(job, kept, draw(job).between(0, 1)))
         for key, value in written(there.buffers).items():

@@ -63,3 +63,13 @@ def test_the_tensors_of_a_schedule_are_its_leaves(name):
     schedule = draw(job_of(name))
     leaves = pytree.tree_leaves(schedule)
     assert [id(tensor) for tensor in schedule.tensors] == [id(leaf) for leaf in leaves] and len(leaves) > 4
+
+
+def test_a_split_schedule_has_all_steps_in_order():
+    schedule = draw(job_of("fedavg"))
+    first, second = list(schedule.split([5, 3]))
+    for tensors, (begin, end) in ((first, (0, 5)), (second, (5, 8))):
+        for tensor, whole in zip(tensors, pytree.tree_leaves(schedule), strict=True):
+            assert torch.equal(tensor, whole[begin:end])
+    with pytest.raises(RuntimeError):
+        list(schedule.split([5]))

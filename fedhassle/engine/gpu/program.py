@@ -5,7 +5,7 @@ The steps are those of `engine.client`, with the logits of frozen models compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +78,12 @@ class Program:
     def __init__(self, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> None:
         self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
         self.schedule = blank(stretched(schedule))
+        self.places: dict[int, list[Tensor]] = {}  # of the tensors of the schedule's first steps, by number
         written = self.buffers.optimiser, self.buffers.losses, self.buffers.labelling
         self.sums: list[Tensor] = pytree.tree_leaves(written)  # zero before the first step
         self.runs: dict[int, Callable[[], None]] = {}
         self.load(job, start)
-        self.load_schedule(stretched(schedule))
+        self.load_schedule(stretched(schedule).tensors)
 
     def load(self, job: Job, start: Arrays) -> None:
         """Copies the start vectors and the message of a job into the buffers."""
@@ -96,10 +97,12 @@ class Program:
             assert job.rate is not None  # jobs of one shape all have a rate, or none has
             rate.fill_(job.rate)
 
-    def load_schedule(self, schedule: Schedule) -> None:
-        """Copies the schedule of the next steps into the buffers."""
-        steps = schedule.steps
-        copy_all((place[:steps] for place in self.schedule.tensors), schedule.tensors)
+    def load_schedule(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the tensors of the schedule of the next steps into the buffers."""
+        steps = len(tensors[0])
+        if steps not in self.places:
+            self.places[steps] = [place[:steps] for place in self.schedule.tensors]
+        copy_all(self.places[steps], tensors)
 
     def run(self, functions: StretchFunctions, steps: int) -> None:
         """Runs the first steps of the loaded schedule."""

@@ -234,14 +234,12 @@ class Lane:
         if not self.functions.worth_recording(key, job):
             with CAPTURE_LOCK.eager(), self.functions.engine.lowered():
                 return run_job(job, start, kept)
-        schedule = draw(job)
+        schedule, sizes = draw(job), stretches(job.steps)
         program = self.program(job, key, start, kept)
         program.load(job, start)
-        first = 0
-        for steps in stretches(job.steps):
-            program.load_schedule(schedule.between(first, first + steps))
+        for steps, tensors in zip(sizes, schedule.split(sizes), strict=True):
+            program.load_schedule(tensors)
             program.runs[steps]()
-            first += steps
             if self.stream is not None:
                 self.marks.append(self.stream.record_event())
             yield
