@@ -24,6 +24,7 @@ class How:
     processes: int = 1  # of pfl: that share the device; of Flower: clients at once
     compile: str = "none"  # mode of torch.compile, of the network's loss
     precision: str = "fp32"  # of matrix products: fp32 or bf16
+    mps: bool = False  # under NVIDIA's MPS, by which processes use a GPU at the same time
 
 
 @dataclass
@@ -73,19 +74,23 @@ def cpu_seconds(root: int) -> float:
 
 def told() -> tuple[Work, How]:
     """The work and how to do it, from the command line of a contender."""
-    given = json.loads(sys.argv[1])
-    return work_from(given["work"]), How(**given["how"])
+    return read(sys.argv[1])
 
 
-def work_from(given: dict[str, Any]) -> Work:
-    """A work that was JSON."""
-    return Work(**(given | {"shape": tuple(given["shape"])}))
+def written(work: Work, how: How) -> str:
+    """A work and how to do it, as JSON."""
+    return json.dumps({"work": asdict(work), "how": asdict(how)})
+
+
+def read(text: str) -> tuple[Work, How]:
+    """A work and how to do it that were JSON."""
+    given = json.loads(text)
+    return Work(**(given["work"] | {"shape": tuple(given["work"]["shape"])})), How(**given["how"])
 
 
 def command(module: str, work: Work, how: How) -> list[str]:
     """The command that runs a contender in a process of its own."""
-    given = json.dumps({"work": asdict(work), "how": asdict(how)})
-    return [sys.executable, "-m", module, given]
+    return [sys.executable, "-m", module, written(work, how)]
 
 
 def report(clock: Clock, work: Work, steps: int, parameters: int, **more: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,8 +23,10 @@ from benchmarks.peers.parts import Contender, Part
 from benchmarks.peers.work import Work
 from benchmarks.report import memory, number, plain_table, with_range
 from fedhassle.engine.cores import available_cores
+from fedhassle.errors import UserError
 from fedhassle.files import write_json
 from fedhassle.provenance import hardware, versions
+from fedhassle.runs import mps
 
 Result = dict[str, Any]
 
@@ -57,6 +60,8 @@ def compare(part: Part, path: Path, limit: float, tell: Callable[[str], None]) -
 
 def missing(contender: Contender) -> str:
     """The first package that a contender needs and that is not installed; empty if there is none."""
+    if contender.how.mps and not mps.available():
+        return mps.CONTROL
     return next((name for name in contender.needs if importlib.util.find_spec(name) is None), "")
 
 
@@ -68,10 +73,19 @@ def in_turn(
     for _ in range(repeats):
         for one in contenders:
             if one.name not in failed:
-                result = result_of(command(one.module, work, one.how), limit) | {"load": os.getloadavg()}
+                result = measured(one, work, limit) | {"load": os.getloadavg()}
                 if "error" in result:
                     failed.add(one.name)
                 yield one, result
+
+
+def measured(contender: Contender, work: Work, limit: float) -> Result:
+    """The result of a contender, under MPS if that is how it runs."""
+    try:
+        with mps.mps() if contender.how.mps else contextlib.nullcontext():
+            return result_of(command(contender.module, work, contender.how), limit)
+    except UserError as error:  # of MPS
+        return {"error": str(error)}
 
 
 def result_of(started: Sequence[str], limit: float) -> Result:

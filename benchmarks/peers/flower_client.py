@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.peers.clock import work_from
+from benchmarks.peers.clock import How, read
 from benchmarks.peers.networks import build
 from benchmarks.peers.work import CLASSES, Seen, Work
 
@@ -20,35 +20,43 @@ app = ClientApp()
 
 
 @functools.cache
-def seen(work: Work, client: int) -> Seen:
-    """A client's images, kept from round to round."""
-    return Seen(work, client, work.device == "cuda")
+def everyone(work: Work) -> list[Seen]:
+    """The images of all clients, which a worker keeps from round to round."""
+    return [Seen(work, client, work.device == "cuda") for client in range(work.clients)]
 
 
 @functools.cache
-def network(work: Work) -> nn.Module:
-    """A worker's network, which gets each client's weights."""
+def network(work: Work, how: How) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """A worker's network, which gets each client's weights, and its loss."""
     module = build(work.net, work.shape, CLASSES).to(work.device)
+    torch.set_num_threads(1)
     if work.device == "cuda":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(work.device, torch.bfloat16, how.precision == "bf16"):
+            return F.cross_entropy(module(x), y)
+
+    return module, loss if how.compile == "none" else torch.compile(loss, mode=how.compile, dynamic=False)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """A client's round."""
-    work = work_from(json.loads(str(message.content["config"]["work"])))
-    torch.set_num_threads(1)
-    data = seen(work, int(context.node_config["partition-id"]))
-    module = network(work)
+    work, how = read(str(message.content["config"]["task"]))
+    data = everyone(work)[int(context.node_config["partition-id"])]
+    module, loss = network(work, how)
     module.load_state_dict(cast(ArrayRecord, message.content["arrays"]).to_torch_state_dict())
     module.train()
-    optimiser = torch.optim.SGD(module.parameters(), work.lr, work.momentum)
+    fused = work.device == "cuda" or None
+    optimiser = torch.optim.SGD(module.parameters(), work.lr, work.momentum, fused=fused)
     steps = 0
     for _ in range(work.epochs):
         for x, y in data.batches(work.batch):
             optimiser.zero_grad()
-            F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+            loss(x, y).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             steps += 1
     records = {

@@ -39,34 +39,49 @@ def ours(how: How = ALONE) -> Contender:
 PLAIN = Contender("plain loop", "benchmarks.peers.plain_rounds")
 
 
-def pfl(processes: int, compile: str = "none", precision: str = "fp32") -> Contender:  # noqa: A002
+def pfl(how: How = ALONE) -> Contender:
     """Pfl on some processes, compiled or not."""
-    words = ["pfl", *([f"{processes} processes"] if processes > 1 else [])]
-    words += ["compiled"] * (compile != "none") + ["bf16"] * (precision == "bf16")
-    how = How(processes, compile, precision)
-    return Contender(", ".join(words), "benchmarks.peers.pfl_rounds", ("pfl",), how)
+    return Contender(named("pfl", how), "benchmarks.peers.pfl_rounds", ("pfl",), how)
 
 
-def flower(processes: int = 1) -> Contender:
-    """Flower's simulation; on a GPU so many clients share it."""
-    return Contender("Flower", "benchmarks.peers.flower_rounds", ("flwr", "ray"), How(processes))
+def flower(how: How = ALONE) -> Contender:
+    """Flower's simulation; on a GPU `how.processes` clients share it, on a CPU as many as there are cores."""
+    return Contender(named("Flower", how), "benchmarks.peers.flower_rounds", ("flwr", "ray"), how)
+
+
+def named(peer: str, how: How) -> str:
+    """A peer with how it runs."""
+    words = [peer, *([f"{how.processes} processes"] if how.processes > 1 else [])]
+    words += ["MPS"] * how.mps + ["compiled"] * (how.compile != "none") + ["bf16"] * (how.precision == "bf16")
+    return ", ".join(words)
 
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 GRAPHS = "reduce-overhead"  # torch.compile with CUDA graphs: pfl's fastest mode
 FAST = How(compile="default", precision="bf16")  # ours in a long run on a GPU
 
+# On a GPU the peers' fastest: alone, and as several processes that use it at the same time. One process goes
+# first, since the others then find its compiled code in PyTorch's cache.
+GRAPHS_ALONE, FOUR, EIGHT = How(compile=GRAPHS), How(4, GRAPHS, mps=True), How(8, GRAPHS, mps=True)
+EAGER = How(8, mps=True)
+
 LENET = Work("lenet", GREY, 20, 8, 500, 1, 128, 0.1, 0.9, True, "cpu", warmup=2, rounds=10)
-RESNET = Work("resnet8", COLOUR, 20, 8, 2500, 10, 128, 0.1, 0.9, True, "cuda", warmup=2, rounds=5)
+RESNET = Work("resnet8", COLOUR, 20, 8, 2500, 10, 128, 0.1, 0.9, True, "cuda", warmup=2, rounds=3)
 # Momentum 0 and images as they are: what both benchmarks have.
 PFL = Work("dropout cnn", COLOUR, 1000, 50, 50, 1, 10, 0.1, 0.0, False, "cuda", warmup=2, rounds=10)
-BLAZEFL = Work("unpadded lenet", COLOUR, 100, 100, 500, 5, 50, 0.1, 0.0, False, "cuda", warmup=1, rounds=5)
+BLAZEFL = Work("unpadded lenet", COLOUR, 100, 100, 500, 5, 50, 0.1, 0.0, False, "cuda", warmup=1, rounds=3)
+
+
+def bf16(how: How) -> How:
+    """The same with matrix products in bf16."""
+    return replace(how, precision="bf16")
+
 
 PARTS = {
     "cpu": Part(
         "LeNet on a CPU, 8 of 20 clients per round",
         LENET,
-        (ours(), PLAIN, pfl(1), pfl(2), flower()),
+        (ours(), PLAIN, pfl(), pfl(How(2)), flower()),
         repeats=3,
     ),
     "gpu": Part(
@@ -74,26 +89,42 @@ PARTS = {
         RESNET,
         (
             ours(FAST),
-            pfl(4, precision="bf16"),
-            pfl(8, GRAPHS, "bf16"),
-            pfl(4, GRAPHS, "bf16"),
-            pfl(8, precision="bf16"),
-            pfl(1, GRAPHS, "bf16"),
-            pfl(2, GRAPHS, "bf16"),
-            pfl(2, precision="bf16"),
-            pfl(1, precision="bf16"),
+            pfl(bf16(GRAPHS_ALONE)),
+            pfl(bf16(EIGHT)),
+            flower(bf16(EIGHT)),
+            pfl(bf16(FOUR)),
+            flower(bf16(EAGER)),
+            pfl(bf16(How(4))),
             PLAIN,
         ),
     ),
     "pfl": Part(
         "pfl's CIFAR-10 benchmark: 50 of 1,000 users per round, 50 images each",
         PFL,
-        (ours(replace(FAST, compile="none")), pfl(1), pfl(4), pfl(8), pfl(2), PLAIN),
+        (
+            ours(replace(FAST, compile="none")),
+            pfl(GRAPHS_ALONE),
+            pfl(EIGHT),
+            flower(EAGER),
+            pfl(FOUR),
+            flower(EIGHT),
+            pfl(EAGER),
+            PLAIN,
+        ),
     ),
     "blazefl": Part(
         "BlazeFL's benchmark: 100 clients, all in each round, 5 epochs",
         BLAZEFL,
-        (ours(FAST), pfl(4), pfl(8), pfl(1), PLAIN, flower(8)),
+        (
+            ours(FAST),
+            pfl(GRAPHS_ALONE),
+            pfl(EIGHT),
+            flower(EAGER),
+            pfl(FOUR),
+            flower(EIGHT),
+            pfl(EAGER),
+            PLAIN,
+        ),
         published="BlazeFL's paper, 5 rounds on an H100 with 48 cores: BlazeFL about 30 s, Flower about 93 s",
     ),
 }
@@ -113,6 +144,4 @@ def small(part: Part) -> Part:
         warmup=1,
         rounds=2,
     )
-    plain = [replace(one, how=replace(one.how, compile="none", precision="fp32")) for one in part.contenders]
-    few = [one for one in plain if one.how.processes <= 2 or one.name.startswith("Flower")]
-    return replace(part, work=work, contenders=tuple({one.name: one for one in few}.values()), repeats=1)
+    return replace(part, work=work, contenders=(ours(), pfl(), pfl(How(2)), flower(), PLAIN), repeats=1)

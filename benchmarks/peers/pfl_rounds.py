@@ -47,6 +47,7 @@ def launch(processes: int) -> int:
         port = one.getsockname()[1]
     addresses = ",".join(f"localhost:{port + k}" for k in range(processes))
     shared = os.environ | {"PFL_WORKER_ADDRESSES": addresses, "CLOCK_ROOT": str(os.getpid())}
+    shared["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each process starts as many as there are cores
     command = [sys.executable, "-m", "benchmarks.peers.pfl_rounds", *sys.argv[1:]]
     started = [
         subprocess.Popen(command, env=shared | {"PFL_WORKER_RANK": str(rank)}) for rank in range(processes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -160,11 +161,17 @@ def label(stream: Stream, site: Site, received: Models) -> Tensor:
 
 def count_given(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor:
     """Counts the labels that unlabelled samples get once per round."""
-    counts = torch.zeros(4, device=samples.images.device)
+    counts = no_labels(samples.images.device)
     for stream, y in labels.items():
         if stream.part == "unlabelled":
-            counts += count_labels(y, samples.truth)
+            counts = counts + count_labels(y, samples.truth)
     return counts
+
+
+@cache
+def no_labels(device: torch.device) -> Tensor:
+    """The counts of no labels, never written to: one tensor for all clients, which costs no launch."""
+    return torch.zeros(4, device=device)
 
 
 def count_labels(y: Tensor, truth: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,11 @@ class Feed(NamedTuple):
     truth: Tensor  # (steps, B), −1 = unknown
     uniforms: tuple[Tensor, ...]  # (steps, B, k) per view
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (self.rows, self.y, self.truth, *self.uniforms)
+
     def between(self, first: int, last: int) -> Feed:
         """The part for steps `first` to `last`, exclusive."""
         uniforms = tuple(u[first:last] for u in self.uniforms)
@@ -92,9 +98,18 @@ class Schedule(NamedTuple):
         return len(self.feeds[0].rows)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them; `tree_leaves` would take longer than a launch."""
+        return (*chain.from_iterable(feed.tensors for feed in self.feeds), *self.draws, *self.seeds)
+
+    @property
     def truths(self) -> tuple[Tensor, ...]:
         """True labels (steps, B) of each stream, −1 = unknown; a loss does not see them."""
         return tuple(feed.truth for feed in self.feeds)
+
+    def split(self, sizes: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors for the first steps, for those after them, and so on: as many as the sizes say."""
+        return zip(*(torch.split(tensor, list(sizes)) for tensor in self.tensors), strict=True)
 
     def between(self, first: int, last: int) -> Schedule:
         """The part for steps `first` to `last`, exclusive."""
@@ -105,47 +120,38 @@ class Schedule(NamedTuple):
 
 def draw(job: Job) -> Schedule:
     """Draws the schedule of all steps of a job."""
-    phase = job.phase
+    phase, device = job.phase, job.site.samples.images.device
     rng = generator(*job.key)
-    device = job.site.samples.images.device
-    feeds = tuple(feed(job, stream, rng) for stream in phase.streams)
-    if phase.draw is None:
-        return Schedule(feeds, (), seeds(job))
-    draws = np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)])
-    return Schedule(feeds, (to_device(draws, device),), seeds(job))
+    drawn = [array for stream in phase.streams for array in walked(job, stream, rng)]
+    if phase.draw is not None:
+        drawn.append(np.stack([np.asarray(phase.draw(rng), np.float32) for _ in range(job.steps)]))
+    if job.seeded:
+        rng = generator(*job.key, "dropout")
+        drawn.append(rng.integers(0, 2**32, job.steps, np.uint32).view(np.int32))
+    there = iter(together(drawn, device))
+    feeds = [feed(job, stream, next(there), islice(there, len(stream.views))) for stream in phase.streams]
+    draws = tuple(islice(there, phase.draw is not None))
+    return Schedule(tuple(feeds), draws, seeds=tuple(there))
 
 
-def seeds(job: Job) -> tuple[Tensor, ...]:
-    """Draws the seed of dropout in each step, if a network has any."""
-    if not job.seeded:
-        return ()
-    drawn = generator(*job.key, "dropout").integers(0, 2**32, job.steps, np.uint32).view(np.int32)
-    return (to_device(drawn, job.site.samples.images.device),)
+def walked(job: Job, stream: Stream, rng: np.random.Generator) -> list[np.ndarray]:
+    """Draws the order of a stream's samples (steps, B), and the uniforms (steps, B, k) of each view."""
+    walk, n = walk_of(job.phase, stream), len(job.site.samples.rows(stream.part))
+    order = walk(n, stream.batch, job.steps, rng)
+    shapes = [(job.steps, stream.batch, UNIFORMS[view]) for view in stream.views]
+    return [order, *(rng.random(shape, dtype=np.float32) for shape in shapes)]
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copies an array to a device, without waiting for the copy or for earlier work."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def feed(job: Job, stream: Stream, rng: np.random.Generator) -> Feed:
-    """Draws the inputs that one stream provides for all steps of a job."""
+def feed(job: Job, stream: Stream, order: Tensor, uniforms: Iterable[Tensor]) -> Feed:
+    """The inputs that one stream provides for all steps of a job."""
     samples = job.site.samples
-    steps = job.steps
     rows = samples.rows(stream.part)
-    walk = walk_of(job.phase, stream)
-    order = to_device(walk(len(rows), stream.batch, steps, rng), rows.device)  # (steps, B)
     true = samples.y if stream.part == "labelled" else samples.truth
     given = job.labels.get(stream) if stream.logits or stream.part == "unlabelled" else samples.y
-    unknown = torch.full_like(rows, -1)
-    shapes = [(steps, stream.batch, UNIFORMS[view]) for view in stream.views]
-    return Feed(
-        rows=rows[order],
-        y=(unknown if given is None else given)[order],
-        truth=true[order],
-        uniforms=tuple(to_device(rng.random(s, dtype=np.float32), rows.device) for s in shapes),
-    )
+    truth = true[order]
+    if given is None:
+        return Feed(rows[order], torch.full_like(truth, -1), truth, tuple(uniforms))
+    return Feed(rows[order], truth if given is true else given[order], truth, tuple(uniforms))
 
 
 def walk_of(phase: Phase, stream: Stream) -> Callable[[int, int, int, np.random.Generator], np.ndarray]:
@@ -171,3 +177,46 @@ def endless_walk(n: int, batch: int, steps: int, rng: np.random.Generator) -> np
     """Indices (steps, B) of shuffled passes, end to end."""
     passes = [rng.permutation(n) for _ in range(-(-steps * batch // n))]
     return np.concatenate(passes)[: steps * batch].reshape(steps, batch)
+
+
+# To the device
+
+ROOM = 16  # bytes: kernels load as many at once
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copies an array to a device, without waiting for the copy or for earlier work."""
+    (tensor,) = together([array], device)
+    return tensor
+
+
+def together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies arrays to a device in one transfer, since each costs the host more than a few kernels."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpacked(packed(arrays, pinned=True).to(device, non_blocking=True), arrays)
+
+
+def packed(arrays: Sequence[np.ndarray], pinned: bool = False) -> Tensor:
+    """The bytes of arrays, one after the other."""
+    whole = torch.empty(sum(map(room, arrays)), dtype=torch.uint8, pin_memory=pinned)
+    places = whole.numpy()
+    for array in arrays:
+        places[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        places = places[room(array) :]
+    return whole
+
+
+def unpacked(whole: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The tensors of packed arrays, as views of their bytes."""
+    flats = torch.split(whole, [room(array) for array in arrays])
+    types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+    return [
+        flat[: array.nbytes].view(kind).view(array.shape)
+        for flat, kind, array in zip(flats, types, arrays, strict=True)
+    ]
+
+
+def room(array: np.ndarray) -> int:
+    """The bytes of an array, rounded up."""
+    return -(-array.nbytes // ROOM) * ROOM

@@ -53,7 +53,8 @@ class Trainer:
     def _on_lanes(self, lanes: Lanes, method: Method, tasks: Sequence[Task], t: int) -> list[Trained]:
         with CAPTURE_LOCK.eager(), self.engine.lowered():
             visits = [
-                visit(method, self.site(task), task.message, task.memory(), t, self.seed) for task in tasks
+                visit(method, site, task.message, task.memory(), t, self.seed)
+                for task, site in zip(tasks, self.sites(tasks), strict=True)
             ]
         return lanes.train(visits)
 
@@ -68,11 +69,23 @@ class Trainer:
 
     def site(self, task: Task) -> Site:
         """The site of a client; its rows are on the device only while it trains."""
-        rows = [np.ascontiguousarray(part, np.int64) for part in (task.labelled, task.unlabelled)]
-        labelled, unlabelled = (to_device(part, self.engine.device) for part in rows)
-        y, truth = self.y[labelled], self.y[unlabelled]  # in a real federation the truth is −1, unknown
-        samples = Samples(self.images, labelled, y, unlabelled, truth)
-        return Site(task.client, samples, self.views)
+        (site,) = self.sites([task])
+        return site
+
+    def sites(self, tasks: Sequence[Task]) -> list[Site]:
+        """The sites of clients, with one transfer and one look-up for all of them."""
+        if not tasks:
+            return []
+        parts = [np.asarray(part, np.int64) for task in tasks for part in (task.labelled, task.unlabelled)]
+        rows = to_device(np.concatenate(parts), self.engine.device)
+        sizes = [len(part) for part in parts]
+        # In a real federation the labels of unlabelled rows, their truth, are −1: unknown.
+        split, labels = (torch.split(tensor, sizes) for tensor in (rows, self.y[rows]))
+        samples = [
+            Samples(self.images, split[i], labels[i], split[i + 1], labels[i + 1])
+            for i in range(0, len(parts), 2)
+        ]
+        return [Site(task.client, own, self.views) for task, own in zip(tasks, samples, strict=True)]
 
 
 def steps(method: Method, client: Client, t: int) -> int:

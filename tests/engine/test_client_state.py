@@ -519,6 +519,15 @@ def test_groups_of_tensors_are_checked_together():
     assert all_finite([]) == [] and all_finite([[]]) == [True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_huge_entries_are_finite_though_their_sum_is_not(dtype):
+    huge = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    bad = huge.clone()
+    bad[-1] = -float("inf")
+    assert not huge.sum().isfinite()
+    assert all_finite([[huge], [-huge, huge], [huge, bad]]) == [True, True, False]
+
+
 # Many clients
 
 

@@ -83,7 +83,7 @@ def test_a_step_with_dropout_is_captured_and_is_the_eager_one(name, build, compi
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
 def test_replayed_steps_with_dropout_have_a_mask_each(compiled, caplog):
-    """23 steps: two stretches and three single steps, on clients that share two lanes."""
+    """23 steps: two stretches of ten, one of two and one of one, on clients that share two lanes."""
     method = made("fedavg", small.Dropping, steps=23, lr=0.001)
     engine = Engine(CUDA, "fp32", lanes=2, compile=compiled)
     sites = [on(CUDA), on(CUDA, range(30), (), "ben"), on(CUDA, range(10, 40), (), "cleo")]

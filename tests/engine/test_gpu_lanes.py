@@ -16,7 +16,7 @@ from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 
 from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.client import Visit, visit
-from fedhassle.engine.gpu import recording
+from fedhassle.engine.gpu import lanes, recording, shapes
 from fedhassle.engine.gpu.lanes import chains, connected, joined
 from fedhassle.engine.gpu.recording import Lane
 from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
@@ -45,7 +45,7 @@ START = {"w": LINEAR.initial(0)}
 
 
 def short(name):
-    """Settings of a quick round; 13 steps are a stretch and three more."""
+    """Settings of a quick round; 13 steps are stretches of ten, two and one."""
     return {"batch": 8, "epochs": 2, **({"residual_steps": 13} if name == "hassle" else {})}
 
 
@@ -90,6 +90,24 @@ def test_clients_with_images_and_views_of_their_own():
     tables = [small.dataset(seed=1), small.dataset(seed=2), small.dataset(flip=True), small.dataset(crop=3)]
     sites = [small.site(data, range(30), range(40, 80), f"{i}") for i, data in enumerate(tables)]
     assert_lanes_train_as_eagerly(pool(2), small.hassle(), sites)
+
+
+def test_the_functions_of_a_job_are_compared_once_a_round(monkeypatch):
+    """Many short jobs would wait for the host otherwise."""
+    plain, seen = lanes.functions_of, []
+
+    def functions_of(job, kept):
+        seen.append((job.site.client.name, job.phase.name))
+        return plain(job, kept)
+
+    monkeypatch.setattr(lanes, "functions_of", functions_of)
+    monkeypatch.setattr(shapes, "functions_of", functions_of)
+    method, made, sites = small.hassle(), pool(2), clients()
+    for _ in range(2):
+        seen.clear()
+        visits = [visit(method, site, method.initial(0), None, 1, 0) for site in sites]
+        made.train(visits)
+        assert seen == [(one.update.client.name, job.phase.name) for one in visits for job in one.jobs]
 
 
 def test_results_are_not_overwritten_later():

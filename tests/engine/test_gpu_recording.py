@@ -19,7 +19,8 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
-from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape, identity, shape_of
+from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape
+from fedhassle.engine.gpu.shapes import identity, shape_of
 from fedhassle.engine.job import draw
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Stream
@@ -317,11 +318,44 @@ def small_lanes(lanes=2, **settings):
 # Stretches
 
 
-@pytest.mark.parametrize("steps", [1, 2, STRETCH - 1, STRETCH, STRETCH + 1, 5 * STRETCH, 7 * STRETCH + 3])
-def test_any_number_of_steps_is_split_into_stretches_of_two_sizes(steps):
-    found = stretches(steps)
-    assert sum(found) == steps and set(found) <= {1, STRETCH}
-    assert found.count(1) < STRETCH and found == sorted(found, reverse=True)
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (1, [1]),
+        (4, [2, 2]),
+        (5, [5]),
+        (9, [5, 2, 2]),
+        (10, [10]),
+        (50, [10] * 5),
+        (78, [10] * 7 + [5, 2, 1]),
+        (100, [10] * 10),
+    ],
+)
+def test_a_number_of_steps_is_split_into_few_stretches_of_few_sizes(steps, expected):
+    assert stretches(steps) == expected
+
+
+@pytest.mark.parametrize(("steps", "sizes"), [(5, {5}), (7, {5, 2}), (10, {10}), (13, {10, 2, 1})])
+def test_a_lane_records_only_the_sizes_that_occur(steps, sizes):
+    method, lanes = made("fedavg", epochs=1), small_lanes()
+    here = site(labelled=8 * steps)
+    lanes.train([visit(method, here, method.initial(0), None, 1, 0)])
+    (program,) = lanes.lanes[0].programs.values()
+    assert set(program.runs) == sizes
+
+
+@METHODS_AND_SETTINGS
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 13])
+def test_every_size_of_stretch_gives_the_eager_bits(name, settings, steps):
+    """Also of frozen models, which are computed ahead for one, two, five or ten steps."""
+    short = {"residual_steps": steps} if name == "hassle" else {}
+    method = made(name, epochs=1, **short, **settings)
+    here = site(labelled=8 * steps, unlabelled=min(8 * steps, 80))
+    message = method.initial(0)
+    ((found, _),) = small_lanes().train([visit(method, here, message, None, 1, 0)])
+    expected, _ = train(method, here, message, None, 1, 0)
+    assert small.same(found.arrays, expected.arrays) and small.same(found.losses, expected.losses)
+    assert torch.equal(found.labelling, expected.labelling)
 
 
 @pytest.mark.parametrize("steps", [1, 3, STRETCH, STRETCH + 4])
@@ -352,6 +386,19 @@ def test_buffers_keep_their_addresses(build):
         leaves = [pytree.tree_leaves((program.buffers, program.schedule)) for program in programs]
         places.append([leaf.data_ptr() for leaf in itertools.chain(*leaves)])
     assert places[0] == places[1] == places[2] and len(places[0]) > 20
+
+
+def test_loading_a_schedule_overwrites_its_steps_and_no_others():
+    """Of every kind of tensor: rows, labels, uniforms of two streams, draws and seeds."""
+    (job, kept), *_ = jobs(small.Tutored(small.net(small.Dropping, 3), epochs=1), site(labelled=60))
+    there, schedule = program(job, kept), draw(job)
+    leaves = pytree.tree_leaves(there.schedule)
+    assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.float32, torch.int32}
+    for leaf in leaves:
+        leaf.fill_(77)
+    there.load_schedule(schedule.between(3, 5).tensors)
+    for leaf, drawn in zip(leaves, pytree.tree_leaves(schedule), strict=True):
+        assert torch.equal(leaf[:2], drawn[3:5]) and (leaf[2:] == 77).all()
 
 
 def test_loading_a_job_overwrites_all_buffers():
@@ -588,7 +635,7 @@ def assert_compiled_is_eager(method, here):
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
         found = functions.find("key", job, there)
         there.load(job, job.message | kept)
-        there.load_schedule(stretched(draw(job)))
+        there.load_schedule(stretched(draw(job)).tensors)
         there.run(found, 1)
         expected = written(eagerly(job, kept, draw(job).between(0, 1)))
         for key, value in written(there.buffers).items():

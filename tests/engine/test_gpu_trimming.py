@@ -72,7 +72,7 @@ def test_the_names_read_may_depend_on_the_names_present():
     method, pool = Curious(NET, batch=8, epochs=1, lr=0.01), Lanes(Engine(CPU, lanes=2))
     for t in (1, 2, 3, 4, 2):
         trained_on(pool, method, method.initial(0), t)
-    received = [{name for name, *_ in key[-2][0]} for key in pool.seconds]
+    received = [{name for name, *_ in key[-1]} for key in pool.seconds]
     assert received == [{"w"}, {"w", "more"}, {"w", "more", "most"}]
 
 

@@ -14,7 +14,8 @@ from fedhassle.architectures import LeNet
 from fedhassle.engine.client import visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.program import Program, stretch_functions
-from fedhassle.engine.gpu.recording import capture_obstacle, shape_of
+from fedhassle.engine.gpu.recording import capture_obstacle
+from fedhassle.engine.gpu.shapes import shape_of
 from fedhassle.engine.job import anew_walk, draw
 from fedhassle.engine.privacy.account import COARSE, divergences, spent
 from fedhassle.engine.privacy.by_sample import (

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from fedhassle.capture import CAPTURE_LOCK
-from fedhassle.engine.client import Trained, Visit, collect, run_jobs
+from fedhassle.engine.client import Trained, Visit, collect, no_labels, run_jobs
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer, shape_of
+from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer
+from fedhassle.engine.gpu.shapes import functions_of, with_message
 from fedhassle.engine.gpu.streams import FIRST, STREAMS, USUAL
 from fedhassle.engine.job import Job
 from fedhassle.errors import UserError, require
@@ -43,6 +44,7 @@ class Chain(NamedTuple):
 
     client: int  # index of the client's visit
     visit: Visit
+    shapes: tuple[Hashable, ...] = ()  # of its jobs, once they are trimmed
 
 
 class Component(NamedTuple):
@@ -71,7 +73,7 @@ def connected(visit: Visit) -> list[Visit]:
             components.remove(component)
             new = Component(new.names | component.names, new.places + component.places)
         components.append(new)
-    empty = visit.update._replace(labelling=torch.zeros_like(visit.update.labelling))
+    empty = visit.update._replace(labelling=no_labels(visit.update.labelling.device))
     in_order = [tuple(visit.jobs[place] for place in sorted(component.places)) for component in components]
     return [Visit(jobs, visit.kept, empty) for jobs in in_order]
 
@@ -93,11 +95,11 @@ def joined(visit: Visit, parts: Sequence[Trained]) -> Trained:
     return update._replace(arrays=arrays, losses=losses), kept
 
 
-def run_chain(visit: Visit, lane: Lane) -> Generator[None, None, Trained]:
+def run_chain(chain: Chain, lane: Lane) -> Generator[None, None, Trained]:
     """Runs the jobs of a chain on a lane, as `client.run_jobs` does; pauses after each stretch of steps."""
-    update, kept = visit.update, visit.kept
-    for job in visit.jobs:
-        buffers = yield from lane.run_job(job, job.message | update.arrays | kept, kept)
+    jobs, kept, update = chain.visit
+    for job, shape in zip(jobs, chain.shapes, strict=True):
+        buffers = yield from lane.run_job(job, shape, job.message | update.arrays | kept, kept)
         update, kept = collect(job, buffers, update, kept)
     return update, kept
 
@@ -120,7 +122,7 @@ class ChainQueue:
             return False
         if lane not in self.busy:
             i = self.waiting.pop() if lane.shortest else self.waiting.popleft()
-            self.busy[lane] = i, run_chain(self.work[i].visit, lane)
+            self.busy[lane] = i, run_chain(self.work[i], lane)
         i, training = self.busy[lane]
         try:
             with lane.current():
@@ -170,8 +172,11 @@ class Lanes:
 
     def _trimmed(self, chain: Chain) -> Chain:
         """A chain whose jobs receive only the arrays that they read."""
-        jobs = tuple(self.trimmer.trimmed(job, chain.visit.kept) for job in chain.visit.jobs)
-        return chain._replace(visit=chain.visit._replace(jobs=jobs))
+        jobs, kept, _ = chain.visit
+        functions = [functions_of(job, kept) for job in jobs]
+        trimmed = [self.trimmer.trimmed(job, of, kept) for job, of in zip(jobs, functions, strict=True)]
+        shapes = tuple(with_message(of, job) for job, of in zip(trimmed, functions, strict=True))
+        return Chain(chain.client, chain.visit._replace(jobs=tuple(trimmed)), shapes)
 
     def _side_by_side(self, work: Sequence[Chain]) -> dict[int, Trained]:
         """Runs chains on all lanes and returns their results by index; a free lane takes the next chain.
@@ -209,10 +214,15 @@ class Lanes:
 
     def _new_shapes(self, work: Sequence[Chain]) -> dict[Hashable, Example]:
         """A job of each shape that is not recorded yet and worth recording."""
-        jobs = [(job, chain.visit.kept) for chain in work for job in chain.visit.jobs]
-        new = {key: example for example in jobs if (key := shape_of(*example)) not in self.seconds}
+        jobs = {
+            shape: (job, chain.visit.kept)
+            for chain in work
+            for shape, job in zip(chain.shapes, chain.visit.jobs, strict=True)
+        }
         return {
-            key: example for key, example in new.items() if self.functions.worth_recording(key, example[0])
+            shape: example
+            for shape, example in jobs.items()
+            if shape not in self.seconds and self.functions.worth_recording(shape, example[0])
         }
 
     def _open_first(self, new: Mapping[Hashable, Example]) -> None:
@@ -227,7 +237,7 @@ class Lanes:
 
     def _record_all(self, new: Mapping[Hashable, Example]) -> None:
         """Records each of these shapes on the first lane, and stores the seconds of a step."""
-        self.seconds |= {key: self._record(job, kept) for key, (job, kept) in new.items()}
+        self.seconds |= {shape: self._record(job, shape, kept) for shape, (job, kept) in new.items()}
 
     def _open_lane(self) -> list[Lane]:
         """A list with one more lane; empty if the GPU has no stream left, and then for good."""
@@ -241,12 +251,12 @@ class Lanes:
         self.max_lanes = len(self.lanes)
         return []
 
-    def _record(self, job: Job, kept: Arrays) -> float:
+    def _record(self, job: Job, shape: Hashable, kept: Arrays) -> float:
         """Records a job on the first lane and returns the seconds of a step."""
         lane = self.lanes[0]
         lane.catch_up()
         with lane.current():
-            program = lane.program(job, job.message | kept, kept)
+            program = lane.program(job, shape, job.message | kept, kept)
             if lane.stream is None:
                 return 1.0
             steps = max(program.runs)
@@ -259,8 +269,8 @@ class Lanes:
     def _cost(self, chain: Chain) -> float:
         """Estimated seconds of a chain; a step that is not recorded counts like the longest one."""
         most = max(self.seconds.values(), default=1.0)
-        shapes = [(job.steps, shape_of(job, chain.visit.kept)) for job in chain.visit.jobs]
-        return sum(steps * self.seconds.get(shape, most) for steps, shape in shapes)
+        shaped = zip(chain.visit.jobs, chain.shapes, strict=True)
+        return sum(job.steps * self.seconds.get(shape, most) for job, shape in shaped)
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:

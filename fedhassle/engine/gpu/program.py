@@ -5,7 +5,7 @@ The steps are those of `engine.client`, with the logits of frozen models compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,10 @@ from fedhassle.engine.job import Job, Schedule
 from fedhassle.method import Batch, as_models
 from fedhassle.vectors import Arrays
 
-STRETCH = 10  # steps in one graph; frozen models run on the batches of all of them at once
+# Steps in one graph; frozen models run on the batches of all of them at once. Multiples of 5, the numbers of
+# steps of 5 or 10 epochs, need two sizes at most. Each size is recorded on each lane, so there are few.
+SIZES = 10, 5, 2, 1
+STRETCH = SIZES[0]
 
 
 class StretchInputs(NamedTuple):
@@ -75,30 +78,31 @@ class Program:
     def __init__(self, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> None:
         self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
         self.schedule = blank(stretched(schedule))
+        self.places: dict[int, list[Tensor]] = {}  # of the tensors of the schedule's first steps, by number
+        written = self.buffers.optimiser, self.buffers.losses, self.buffers.labelling
+        self.sums: list[Tensor] = pytree.tree_leaves(written)  # zero before the first step
         self.runs: dict[int, Callable[[], None]] = {}
         self.load(job, start)
-        self.load_schedule(stretched(schedule))
+        self.load_schedule(stretched(schedule).tensors)
 
     def load(self, job: Job, start: Arrays) -> None:
         """Copies the start vectors and the message of a job into the buffers."""
-        buffers = self.buffers
-        for name, weights in buffers.weights.items():
-            weights.copy_(start[name][: len(weights)])
-            buffers.statistics[name].copy_(start[name][len(weights) :])
-        for sums in pytree.tree_leaves((buffers.optimiser, buffers.losses, buffers.labelling)):
-            sums.zero_()
-        for name, vector in buffers.received.items():
-            vector.copy_(job.message[name])
-        for rate in buffers.rate:
+        weights, received = self.buffers.weights, self.buffers.received
+        begun = [(start[name][: len(w)], start[name][len(w) :]) for name, w in weights.items()]
+        sent = [job.message[name] for name in received]
+        places = [*weights.values(), *self.buffers.statistics.values(), *received.values()]
+        copy_all(places, [*(w for w, _ in begun), *(s for _, s in begun), *sent])
+        torch._foreach_zero_(self.sums)
+        for rate in self.buffers.rate:
             assert job.rate is not None  # jobs of one shape all have a rate, or none has
             rate.fill_(job.rate)
 
-    def load_schedule(self, schedule: Schedule) -> None:
-        """Copies the schedule of the next steps into the buffers."""
-        for place, tensor in zip(
-            pytree.tree_leaves(self.schedule), pytree.tree_leaves(schedule), strict=True
-        ):
-            place[: len(tensor)].copy_(tensor)
+    def load_schedule(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the tensors of the schedule of the next steps into the buffers."""
+        steps = len(tensors[0])
+        if steps not in self.places:
+            self.places[steps] = [place[:steps] for place in self.schedule.tensors]
+        copy_all(self.places[steps], tensors)
 
     def run(self, functions: StretchFunctions, steps: int) -> None:
         """Runs the first steps of the loaded schedule."""
@@ -125,6 +129,18 @@ class Program:
             return questions(job, self.buffers, received, first, [draw[0] for draw in self.schedule.draws])
 
 
+def copy_all(places: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    """Copies tensors to as many places: on a GPU in one kernel for each type, not one for each tensor."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, tensor in zip(places, tensors, strict=True):
+        if place.numel():
+            into, made = pairs.setdefault(place.dtype, ([], []))
+            into.append(place)
+            made.append(tensor)
+    for into, made in pairs.values():
+        torch._foreach_copy_(into, made)
+
+
 def blank(tree: Any) -> Any:
     """Zero tensors of the same shapes."""
     return pytree.tree_map(torch.zeros_like, tree)
@@ -138,5 +154,12 @@ def stretched(schedule: Schedule) -> Schedule:
 
 
 def stretches(steps: int) -> list[int]:
-    """Splits a number of steps into stretches of two sizes, each of which is recorded once."""
-    return [STRETCH] * (steps // STRETCH) + [1] * (steps % STRETCH)
+    """Splits a number of steps into stretches of few sizes, the largest first.
+
+    The host has work for each stretch, so a client of 5 steps should be one stretch and not five. Rounding
+    may depend on the sizes, so they depend on the number of steps alone.
+    """
+    made: list[int] = []
+    for size in SIZES:
+        made += [size] * ((steps - sum(made)) // size)
+    return made

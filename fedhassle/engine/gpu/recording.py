@@ -4,7 +4,7 @@ One example: HASSLE's `labelled residual`, on a client with labelled and unlabel
 
 1. Trim (`Trimmer`): the client received w_S, w_U, r_US, r_SU and w_S_before. One step runs with a message
    that records which names are read: w_S and w_U. The job keeps these and r_US, which it trains.
-2. Shape (`shape_of`): jobs then differ only by their phase, with its functions, and the sizes of their
+2. Shape (`shapes.py`): jobs then differ only by their phase, with its functions, and the sizes of their
    vectors. So this phase has one shape for all clients and rounds.
 3. Program (`program.py`): a lane allocates buffers for the shape, with addresses that never change: r_US with
    its momentum, the message, and the schedule (rows, labels, draws) of a stretch of ten steps.
@@ -12,7 +12,8 @@ One example: HASSLE's `labelled residual`, on a client with labelled and unlabel
    them (`precompute.py`), `step` is one step. Both are tested and fused once for all lanes.
 5. Replay (`Lane`): each lane captures `inputs` and ten times `step` as one graph. The 100 steps of the job
    are then: copy its vectors into the buffers, and ten times copy the next part of its schedule and replay
-   the graph.
+   the graph. What is left of a job that has no whole number of stretches is replayed from shorter ones
+   (`stretches`), recorded when they are first needed.
 
 A step that cannot be compiled is captured uncompiled; a step that cannot be captured, or changes too often,
 runs eagerly. On a CPU, which cannot capture, the same functions run over the same buffers.
@@ -27,10 +28,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fedhassle.capture import CAPTURE_LOCK
@@ -49,7 +48,6 @@ from fedhassle.engine.gpu.program import (
 from fedhassle.engine.gpu.streams import STREAMS
 from fedhassle.engine.job import Job, Schedule, draw
 from fedhassle.errors import first_line
-from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
@@ -59,42 +57,6 @@ AHEAD = 2  # maximum number of stretches queued on a lane: one that runs, and th
 
 # Held by the thread that records, or returns memory to the device; shared by all runs of the process.
 RECORDING_LOCK = threading.Lock()
-
-
-# Shapes
-
-
-def shape_of(job: Job, kept: Arrays) -> Hashable:
-    """A key that is equal for jobs that can share a recording: same functions, tensors of the same sizes."""
-    phase = job.phase
-    streams = tuple(
-        (s.part, s.batch, s.views, s.online, identity(s.logits), identity(s.labels)) for s in phase.streams
-    )
-    descents = tuple((d.train, d.optimiser, identity(d.loss)) for d in phase.descents)
-    sizes = tuple(
-        tuple((name, len(v), v.dtype) for name, v in arrays.items()) for arrays in (job.message, kept)
-    )
-    images = id(job.site.samples.images), id(job.site.views.scale)
-    drawn = None if phase.draw is None else np.shape(phase.draw(generator("shape")))  # only its size matters
-    further = identity(phase.then), drawn, job.rate is None
-    return (phase.name, streams, descents, further, sizes, images)
-
-
-def identity(value: Any) -> Hashable:
-    """A key that is equal for functions that compute the same, even if they are created in each round."""
-    if isinstance(value, partial):
-        named = tuple((name, identity(v)) for name, v in sorted(value.keywords.items()))
-        return (identity(value.func), identity(value.args), named)
-    if isinstance(value, MethodType):
-        return (value.__func__, id(value.__self__))
-    if isinstance(value, FunctionType):
-        cells = tuple(identity(cell.cell_contents) for cell in value.__closure__ or ())
-        named = tuple((name, identity(v)) for name, v in sorted((value.__kwdefaults__ or {}).items()))
-        return (value.__code__, cells, identity(value.__defaults__), named)
-    if isinstance(value, tuple):
-        return (type(value), *(identity(part) for part in value))
-    plain = isinstance(value, int | float | str | None)
-    return (type(value), value) if plain else id(value)  # unique, since recordings keep the object alive
 
 
 # Trimming
@@ -120,13 +82,12 @@ class Trimmer:
         self.engine = engine
         self._read: dict[Hashable, NamesRead] = {}  # by functions
 
-    def trimmed(self, job: Job, kept: Arrays) -> Job:
-        """The job, with only those arrays in its message that its steps read.
+    def trimmed(self, job: Job, functions: Hashable, kept: Arrays) -> Job:
+        """The job, with only those arrays in its message that its steps read; `functions`: its shape without.
 
         The names that a step reads may depend on the names that exist. So one more step runs for each new
         selection of the names read so far.
         """
-        functions = shape_of(job._replace(message={}), kept)
         if functions not in self._read:
             if sum(read.job.phase.name == job.phase.name for read in self._read.values()) >= RECORDINGS:
                 return job
@@ -156,8 +117,9 @@ class FunctionsByShape:
 
     def worth_recording(self, key: Hashable, job: Job) -> bool:
         """True if the shape is known, or its phase does not have too many shapes yet."""
-        alike = sum(known.phase.name == job.phase.name for known, _ in self._known.values())
-        if key in self._known or alike < RECORDINGS:
+        if key in self._known:
+            return True
+        if sum(known.phase.name == job.phase.name for known, _ in self._known.values()) < RECORDINGS:
             return True
         self.warn_once(
             f"phase {job.phase.name!r} runs eagerly: its functions or messages change from round to round; "
@@ -267,27 +229,24 @@ class Lane:
             self.marks.popleft()
         return len(self.marks) >= AHEAD
 
-    def run_job(self, job: Job, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
+    def run_job(self, job: Job, key: Hashable, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
         """Runs all steps of a job by replaying stretches; pauses after each stretch."""
-        if not self.functions.worth_recording(shape_of(job, kept), job):
+        if not self.functions.worth_recording(key, job):
             with CAPTURE_LOCK.eager(), self.functions.engine.lowered():
                 return run_job(job, start, kept)
-        schedule = draw(job)
-        program = self.program(job, start, kept)
+        schedule, sizes = draw(job), stretches(job.steps)
+        program = self.program(job, key, start, kept)
         program.load(job, start)
-        first = 0
-        for steps in stretches(job.steps):
-            program.load_schedule(schedule.between(first, first + steps))
+        for steps, tensors in zip(sizes, schedule.split(sizes), strict=True):
+            program.load_schedule(tensors)
             program.runs[steps]()
-            first += steps
             if self.stream is not None:
                 self.marks.append(self.stream.record_event())
             yield
         return program.buffers
 
-    def program(self, job: Job, start: Arrays, kept: Arrays) -> Program:
+    def program(self, job: Job, key: Hashable, start: Arrays, kept: Arrays) -> Program:
         """The program of a job's shape, with a recording for each size of its stretches."""
-        key = shape_of(job, kept)
         sizes = set(stretches(job.steps))
         if key in self.programs and sizes <= set(self.programs[key].runs):
             return self.programs[key]
