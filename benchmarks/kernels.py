@@ -53,7 +53,8 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import captured
 from fedhassle.engine.gpu.operators import convolve_relu
 from fedhassle.engine.gpu.program import STRETCH, Program, StretchInputs
-from fedhassle.engine.gpu.recording import FunctionsByShape, Trimmer, shape_of
+from fedhassle.engine.gpu.recording import FunctionsByShape, Trimmer
+from fedhassle.engine.gpu.shapes import functions_of, shape_of
 from fedhassle.engine.job import Job, Samples, Site, draw
 from fedhassle.engine.trainer import Trainer
 from fedhassle.errors import require
@@ -145,7 +146,7 @@ class Measured(NamedTuple):
 def pieces(job: Job, kept: Arrays, engine: Engine) -> Iterator[tuple[str, Measured]]:
     """The inputs of a stretch of a job, and one of its steps."""
     with on_a_stream():
-        job = Trimmer(engine).trimmed(job, kept)
+        job = Trimmer(engine).trimmed(job, functions_of(job, kept), kept)
         weights = min(len(job.networks[name].parts(job.message[name])[0]) for name in job.phase.trained)
         for name, run in recorded(job, kept, FunctionsByShape(engine)):
             steps = STRETCH if name == "inputs" else 1

@@ -170,8 +170,11 @@ def count_given(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor:
 
 @cache
 def no_labels(device: torch.device) -> Tensor:
-    """The counts of no labels, never written to: one tensor for all clients, which costs no launch."""
-    return torch.zeros(4, device=device)
+    """The counts of no labels, never written to: one tensor for all clients, which costs no launch.
+
+    It is copied from the host, which waits for the copy: other streams may read the tensor at once.
+    """
+    return torch.zeros(4).to(device)
 
 
 def count_labels(y: Tensor, truth: Tensor) -> Tensor:
