@@ -45,7 +45,7 @@ def main(
     counts: Annotated[str, typer.Option(help="Runs at once.")] = "1,4,8,16",
     ways: Annotated[str | None, typer.Option(help="threads, processes (default: both on a GPU).")] = None,
     seconds: Annotated[float, typer.Option(help="Seconds to count rounds, after the warm-up.")] = 10.0,
-    limit: Annotated[float, typer.Option(help="Seconds that a warm-up may take.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Seconds that a warm-up may take.")] = 180.0,
     images: Annotated[int, typer.Option(help="Random training images.")] = 60_000,
     settings: Annotated[str, typer.Option(help="Settings beside the paper's.")] = "method=hassle",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
@@ -70,7 +70,7 @@ def main(
     }
     with tempfile.TemporaryDirectory(prefix="at-once-") as folder:
         data = written(Path(folder), images)
-        words = [*settings.split(), f"data={data}", "net=lenet", f"device={device}", "compile=false"]
+        words = [*settings.split(), f"data={data}", "net=lenet", f"device={device}"]
         for way, count in pairs:
             runs = prepared(words, count, Path(folder) / str(len(found)))
             found.append({"way": way, "runs": count, **measured(way, runs, seconds, limit)})
