@@ -102,7 +102,7 @@ PARTS = {
         "pfl's CIFAR-10 benchmark: 50 of 1,000 users per round, 50 images each",
         PFL,
         (
-            ours(replace(FAST, compile="none")),
+            ours(FAST),
             pfl(GRAPHS_ALONE),
             pfl(EIGHT),
             flower(EAGER),
