@@ -12,7 +12,9 @@ def test_rounds_of_processes_are_counted_after_their_warmup(tmp_path):
     runs = prepared([*FEW, f"data={written(tmp_path, 400)}"], 2, tmp_path / "runs")
     assert [run.settings.seed for run in runs] == [0, 1]
     found = measured("processes", runs, 0.5, 300)
-    assert found["rounds_per_second"] > 0 and found["runs_per_hour"] == pytest.approx(18 * found["rounds_per_second"])
+    assert found["rounds_per_second"] > 0 and found["runs_per_hour"] == pytest.approx(
+        18 * found["rounds_per_second"]
+    )
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ class Chart:
     ticks: tuple[str, ...] = ()
     from_zero: bool = False
     limits: tuple[float, float] = (-math.inf, math.inf)
+    least_step: float = 1.0  # of the horizontal axis: rounds have no halves
 
 
 class Frame(NamedTuple):
@@ -123,7 +124,7 @@ def draw_lines(chart: Chart) -> Markup:
     frame = framed(chart, max(right, WIDTH / 2))
     drawn = [line(series, i, frame, few=False) for i, series in enumerate(chart.series)]
     drawn += end_labels(chart.series, frame)
-    return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=False))
+    return picture(chart, frame, *drawn, legend=line_legend(chart.series, marks=False, narrow=True))
 
 
 def draw_bars(chart: Chart) -> Markup:
@@ -192,7 +193,7 @@ def tick_step(span: float, most: int = 6) -> float:
 
 
 def multiples(low: float, high: float, least: float = 0.0) -> list[float]:
-    """The ticks of an axis, at least that far apart: rounds have no halves."""
+    """The ticks of an axis, at least that far apart."""
     step = max(tick_step(high - low), least)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
@@ -247,7 +248,7 @@ def grid_lines(chart: Chart, frame: Frame) -> Iterator[Markup]:
     if chart.ticks:
         places = list(enumerate(chart.ticks))
     else:
-        places = [(value, f"{value:g}") for value in multiples(*frame.x, least=1.0)]  # type: ignore[misc]
+        places = [(value, f"{value:g}") for value in multiples(*frame.x, chart.least_step)]  # type: ignore[misc]
     for x, label in places:
         yield tag("line", x1=frame.across(x), x2=frame.across(x), y1=base, y2=base + 5, class_="axis")
         yield tick_name(frame.across(x), base + 18, label, frame.tilted)
@@ -345,11 +346,12 @@ def legend(series: Sequence[Series]) -> Markup:
     return tag("ul", *keys, class_="legend")
 
 
-def line_legend(series: Sequence[Series], marks: bool) -> Markup:
-    """The names of lines beside a sample of each; lines without marks have their names at their ends too."""
+def line_legend(series: Sequence[Series], marks: bool, narrow: bool = False) -> Markup:
+    """The names of lines beside a sample of each; if `narrow`, only where the chart has no room for names."""
     keys = []
     for i, one in enumerate(series):
-        piece = [tag("path", d=path([(0, 6), (28, 6)]), class_="line"), *([mark(14, 6, i)] if marks else [])]
+        piece = [] if len(one.points) == 1 else [tag("path", d=path([(0, 6), (28, 6)]), class_="line")]
+        piece += [mark(14, 6, i)] if marks or not piece else []
         key = tag(
             "svg",
             *piece,
@@ -360,7 +362,7 @@ def line_legend(series: Sequence[Series], marks: bool) -> Markup:
             aria_hidden="true",
         )
         keys.append(tag("li", key, named(one)))
-    return tag("ul", *keys, class_="legend" if marks else "legend narrow")
+    return tag("ul", *keys, class_="legend narrow" if narrow else "legend")
 
 
 def named(series: Series) -> str:

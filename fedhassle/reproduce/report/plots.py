@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mode
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -25,6 +27,7 @@ from fedhassle.reproduce.report.charts import (
 from fedhassle.reproduce.report.content import OTHER, CellResult, Section
 from fedhassle.reproduce.report.dots_svg import draw_split_svg
 from fedhassle.reproduce.report.layout import ResultTable, TableCell, divides, heading, picked
+from fedhassle.reproduce.report.scatter import draw_points
 from fedhassle.reproduce.results import MEGABYTES, PERCENT, Measurement, Unit, unit
 from fedhassle.reproduce.tables import metric_label
 from fedhassle.runs.seeds import Curve
@@ -47,6 +50,8 @@ def drawings(section: Section, table: ResultTable) -> list[Drawing]:
         return [lines(over_columns(section, table, from_zero=False))]
     if show == "curves":
         return [lines(by_round(section))]
+    if show == "ranking":
+        return [Drawing(draw_points(chart), caption(chart)) for chart in price_charts(section)]
     return [bars(chart) for chart in bytes_charts(section)] if show == "bytes" else []
 
 
@@ -223,6 +228,61 @@ def bytes_charts(section: Section) -> list[Chart]:
             )
         )
     return [chart for chart in charts if chart.series]
+
+
+def price_charts(section: Section) -> list[Chart]:
+    """The accuracy of a ranking over each of its other metrics, a chart for each choice on its first axis.
+
+    References are left out, and so are seconds of other machines than the one of most results.
+    """
+    by_first: dict[str, list[CellResult]] = {}
+    for one in section.results:
+        if one.runs and not any(choice.reference for choice in one.choices):
+            by_first.setdefault(one.choices[0].label, []).append(one)
+    metrics = [metric for metric in section.experiment.metrics if unit(metric) != PERCENT]
+    charts = [
+        price_chart(section.experiment, name, results, metric)
+        for name, results in by_first.items()
+        for metric in metrics
+    ]
+    numbered = [replace(chart, id=f"{chart.id}-{i}") for i, chart in enumerate(charts)]
+    return [chart for chart in numbered if len(chart.series) > 1]
+
+
+def price_chart(experiment: Experiment, name: str, results: Sequence[CellResult], metric: str) -> Chart:
+    """A mark for each result: its accuracy over the value of a metric."""
+    priced = [
+        (one, each)
+        for one in results
+        for each in one.measurements
+        if each.metric == metric and each.ours is not None
+    ]
+    title = f"{experiment.title}: {name}"
+    if metric == "seconds" and priced:
+        most = mode(machine_of(one, each) for one, each in priced)
+        priced = [(one, each) for one, each in priced if machine_of(one, each) == most]
+        title += f", on {most}"
+    return Chart(
+        id=f"figure-{experiment.name}",
+        title=title,
+        x_label=metric_label(metric),
+        y_label=PERCENT.axis,
+        series=tuple(price_series(one, each, colour(i)) for i, (one, each) in enumerate(priced)),
+        limits=PERCENT.limits,
+        least_step=0.0,
+    )
+
+
+def machine_of(result: CellResult, measurement: Measurement) -> str:
+    """The machine of the runs that a measurement is of."""
+    return next(run.machine for run in result.runs if run.seed in measurement.values)
+
+
+def price_series(result: CellResult, price: Measurement, look: str) -> Series:
+    """The point of a result, with the name of all its choices but the first."""
+    label = ", ".join(choice.label for choice in result.choices[1:])
+    made = None if price.ours is None else point(unit(price.metric).of(price.ours.mean), result.headline)
+    return Series(label, () if made is None else (made,), look=look, faint=result.status == OTHER)
 
 
 def splits(section: Section) -> dict[str, Holdings]:
