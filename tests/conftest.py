@@ -14,8 +14,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-# Compiled kernels stay for the next tests, but not among the user's.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedhassle-tests"))
+# Compiled kernels stay for this user's next tests, but not among those of training.
+KERNELS = f"fedhassle-tests-{os.getuid() if hasattr(os, 'getuid') else 'kernels'}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / KERNELS))
 settings.register_profile("patient", deadline=None)  # a slow machine is not a failure
 settings.load_profile("patient")
 
