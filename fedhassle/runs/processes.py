@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -142,11 +143,11 @@ def begun(task: Task, name: str) -> Child:
     """Starts a process for a run."""
     ours, theirs = Pipe()
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
-    cores = max(1, available_cores() // task.share)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(cores)}
+    cores = str(max(1, available_cores() // task.share))
+    limits = {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
     process = subprocess.Popen(
-        [sys.executable, "-m", ENTRY, str(theirs.fileno())],
-        env=environment,
+        [sys.executable, "-P", "-m", ENTRY, str(theirs.fileno())],  # -P: imports as in this process
+        env=os.environ | limits | {"PYTHONPATH": os.pathsep.join(sys.path)},
         pass_fds=(theirs.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=errors,
@@ -154,7 +155,8 @@ def begun(task: Task, name: str) -> Child:
         process_group=0,  # Ctrl-C in a terminal is for this process, which asks the others to stop
     )
     theirs.close()
-    ours.send(task)
+    with suppress(ConnectionError):  # if it has died already, `received` says why
+        ours.send(task)
     return Child(task.place, name, process, ours, errors)
 
 
@@ -180,10 +182,8 @@ def how_it_died(code: int, errors: IO[bytes]) -> str:
 
 def stop(child: Child) -> None:
     """Asks a run to stop after its round."""
-    try:
+    with suppress(OSError):  # it has just ended
         child.line.send(None)
-    except OSError:
-        return  # it has just ended
 
 
 def end(child: Child) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,18 +30,20 @@ from fedhassle.runs.train import simulated
 from fedhassle.settings.build import build_engine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="they inherit a pipe, as only POSIX has it")
-FEDAVG = [*QUICK, "method=fedavg"]
+CPU = [*QUICK, "device=cpu"]
+FEDAVG = [*CPU, "method=fedavg"]
 
 
 def test_processes_and_turns_give_the_same_bits(tmp_path):
     """Three runs, two at a time, against the same three one after another."""
     choices = [("s0", [*HASSLE, "seed=0"]), ("s1", [*HASSLE, "seed=1"]), ("avg", ["method=fedavg"])]
-    events = list(in_processes(launched(tmp_path / "processes", *choices), 2))
+    events = list(in_processes(launched(tmp_path / "processes", *choices, base=CPU), 2))
     assert ends(events) == {0: None, 1: None, 2: None}
     rounds = [(event.run, event.step.t) for event in events if event.step is not None]
     assert sorted(rounds) == [(run, t) for run in range(3) for t in (1, 2)]
     assert {event.together for event in events if event.begun is not None} == {2}
-    assert ends(several.in_turn(launched(tmp_path / "turns", *choices))) == {0: None, 1: None, 2: None}
+    in_turn = several.in_turn(launched(tmp_path / "turns", *choices, base=CPU))
+    assert ends(in_turn) == {0: None, 1: None, 2: None}
     for name, _ in choices:
         first, second = (
             read_arrays(tmp_path / way / name / "model.safetensors")[0] for way in ("processes", "turns")
@@ -85,6 +88,43 @@ def test_what_a_process_prints_before_it_fails_is_in_the_error(tmp_path, monkeyp
     monkeypatch.setattr(processes, "ENTRY", "fedhassle.no_such_module")
     found = ends(in_processes(launched(tmp_path, ("a", []), base=FEDAVG), 1))
     assert "exit code 1" in str(found[0]) and "No module named fedhassle.no_such_module" in str(found[0])
+
+
+def test_a_process_that_ends_before_it_has_its_task_is_an_error_of_its_run(tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def late(*given, **options):
+        process = start(*given, **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(processes, "ENTRY", "fedhassle.no_such_module")
+    monkeypatch.setattr(processes.subprocess, "Popen", late)
+    found = ends(in_processes(launched(tmp_path, ("a", []), base=FEDAVG), 1))
+    assert "No module named fedhassle.no_such_module" in str(found[0])
+
+
+def test_files_of_the_current_folder_are_no_modules_of_a_process(tmp_path, monkeypatch):
+    """Here one of the same name as a part of Python's library, which this process has imported."""
+    runs = launched(tmp_path / "runs", ("a", []), base=FEDAVG)
+    (tmp_path / "logging.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert ends(in_processes(runs, 1)) == {0: None}
+
+
+def test_a_process_has_its_share_of_the_cores(tmp_path, monkeypatch):
+    """Also to compile kernels: otherwise each would start as many processes as there are cores."""
+    started = []
+
+    def start(*_, env, **__):
+        started.append(env)
+        raise OSError("no process today")
+
+    monkeypatch.setattr(processes, "available_cores", lambda: 9)
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    with pytest.raises(OSError, match="no process today"):
+        processes.begun(Task(0, tmp_path, {}, 4), "a")
+    assert [started[0][name] for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")] == ["2", "2"]
 
 
 def test_runs_stop_after_their_round_when_the_caller_leaves(tmp_path):
