@@ -60,7 +60,11 @@ def way_of(run: Run) -> Way:
     """The way to train a run."""
     engine = build_engine(run.settings)
     alone = run.settings.distributed or engine.device.type == "cpu"
-    return Way(engine, alone, most_at_once(run) if gain_from_processes(run) else 0)
+    try:
+        processes = most_at_once(run) if gain_from_processes(run) else 0
+    except Exception:  # of a user's own method or network: this run ends with it, and no other
+        processes = 0
+    return Way(engine, alone, processes)
 
 
 def trained(way: Way, runs: Iterator[Run], width: int | None, stack: ExitStack) -> Generator[Event]:

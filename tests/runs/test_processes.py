@@ -269,6 +269,23 @@ def test_short_runs_get_no_process(tmp_path, long, monkeypatch):
     assert several.way_of(run).processes == 0
 
 
+def test_an_error_in_a_method_of_ones_own_ends_its_run_alone(tmp_path, long, module):
+    """Also one in the phases by which its operations are counted."""
+    name = module(
+        "failing_late",
+        """
+        from fedhassle.methods import FedAvg
+
+        class FailingLate(FedAvg):
+            def phases(self, client, t):
+                return super().phases(client, t) if t < 2 else 1 / 0
+        """,
+    )
+    runs = launched(tmp_path, ("bad", [f"method={name}:FailingLate"]), ("good", []), base=long)
+    found = ends(several.train_several(runs))
+    assert isinstance(found[0], ZeroDivisionError) and found[1] is None
+
+
 @pytest.mark.parametrize(
     ("runs", "asked", "at_once"), [(3, None, 3), (6, None, 4), (3, 2, 2), (3, 1, 0), (1, None, 0)]
 )
