@@ -25,7 +25,8 @@ def mps() -> Iterator[None]:
     if answers():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+    # The daemon may still be writing to its folder when it has been told to end.
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         before = {name: os.environ.get(name) for name in places}
         os.environ.update(places)

@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,16 @@ def test_a_daemon_that_is_running_stays(daemon):
     with mps():
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert daemon.alive.exists() and daemon.told.read_text() == "get_server_list\n"
+
+
+def test_a_folder_that_the_daemon_still_uses_is_no_error(daemon, tmp_path, monkeypatch):
+    """Here it ends with a file where its folder was, which cannot be removed as one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with daemon.script.open("a") as script:
+        script.write('rm -r "$CUDA_MPS_PIPE_DIRECTORY"; touch "$CUDA_MPS_PIPE_DIRECTORY"\n')
+    with mps():
+        pass
+    assert not daemon.alive.exists()
 
 
 def test_a_daemon_that_does_not_start_is_a_user_error(daemon):
