@@ -114,7 +114,7 @@ class RaySweep(Sweep):
     ) -> None:
         require_address(address)
         super().__init__(ledger, cells, runs.absolute(), together, budget)
-        self._address, self._asked = address, together
+        self._address = address
         self._allocation = Allocation(1, 1)
         self._machines: list[tuple[str, int]] = []  # hardware and number of devices of each machine
         self._returned: dict[tuple[str, int], Metrics] = {}
@@ -137,7 +137,7 @@ class RaySweep(Sweep):
         """Joins the cluster, or starts one, and checks that every machine can take part."""
         with connected(self._address):
             machines = cluster_machines()
-            self._allocation = allocation_for(self.cells, machines, self._asked)
+            self._allocation = allocation_for(self.cells, machines, self.together)
             able = [machine for machine in machines if self._allocation.devices(machine)]
             hardware = check_machines(able, self._allocation, self._samples())
             self._machines = [(hardware[machine], self._allocation.devices(machine)) for machine in able]
