@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 from fedhassle.data.views import Views
 from fedhassle.dropout import dropout_from
 from fedhassle.engine.descent import State, descend, fresh_state
-from fedhassle.engine.job import Feed, Job, Samples, Schedule, Site, draw
+from fedhassle.engine.job import Feed, Job, Schedule, Site, draw
+from fedhassle.engine.labels import count_given, count_labels, give_labels
 from fedhassle.errors import require
 from fedhassle.method import (
     Batch,
@@ -33,7 +33,7 @@ from fedhassle.method import (
     Update,
     as_models,
 )
-from fedhassle.nets import drawing, images_a_pass
+from fedhassle.nets import drawing
 from fedhassle.randomness import number
 from fedhassle.vectors import Arrays
 
@@ -141,47 +141,6 @@ def own_randomness(job: Job) -> Iterator[None]:
     with drawing, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(number(*job.key, "network"))
         yield
-
-
-def give_labels(phases: tuple[Phase, ...], site: Site, received: Models) -> dict[Stream, Tensor]:
-    """The pseudo-labels that streams request once per round, from clean images."""
-    streams = dict.fromkeys(stream for phase in phases for stream in phase.streams)
-    return {s: label(s, site, received) for s in streams if s.logits is not None and not s.online}
-
-
-@torch.no_grad()
-def label(stream: Stream, site: Site, received: Models) -> Tensor:
-    """Pseudo-labels (n,) of one stream: logits are computed in large batches, labels from all of them."""
-    assert stream.logits is not None
-    rows = site.samples.rows(stream.part)
-    batches = torch.split(rows, images_a_pass(site.samples.images))
-    images = (site.views.normalise(site.samples.images[rows]) for rows in batches)
-    return stream.label(torch.cat([stream.logits(received, x) for x in images]))
-
-
-def count_given(labels: Mapping[Stream, Tensor], samples: Samples) -> Tensor:
-    """Counts the labels that unlabelled samples get once per round."""
-    counts = no_labels(samples.images.device)
-    for stream, y in labels.items():
-        if stream.part == "unlabelled":
-            counts = counts + count_labels(y, samples.truth)
-    return counts
-
-
-@cache
-def no_labels(device: torch.device) -> Tensor:
-    """The counts of no labels, never written to: one tensor for all clients, which costs no launch.
-
-    It is copied from the host, which waits for the copy: other streams may read the tensor at once.
-    """
-    return torch.zeros(4).to(device)
-
-
-def count_labels(y: Tensor, truth: Tensor) -> Tensor:
-    """Number of correct labels, of labels, of samples, and of labels that can be judged, (4,); −1 = none."""
-    given = y >= 0
-    counted = (given & (y == truth), given, torch.ones_like(given), given & (truth >= 0))
-    return torch.stack(counted).flatten(1).sum(1)
 
 
 def prepare(job: Job, start: Arrays, kept: Arrays) -> Buffers:

@@ -13,7 +13,8 @@ from small import QUICK, hassle, trained
 from torch import nn
 
 from fedhassle.architectures import LeNet
-from fedhassle.engine.client import label, train
+from fedhassle.engine.client import train
+from fedhassle.engine.labels import label
 from fedhassle.method import Stream
 from fedhassle.methods import FedAvg, Hassle
 from fedhassle.nets import IMAGES_A_PASS

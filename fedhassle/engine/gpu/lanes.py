@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 
 from fedhassle.capture import CAPTURE_LOCK
-from fedhassle.engine.client import Trained, Visit, collect, no_labels, run_jobs
+from fedhassle.engine.client import Trained, Visit, collect, run_jobs
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer
 from fedhassle.engine.gpu.shapes import functions_of, with_message
 from fedhassle.engine.gpu.streams import FIRST, STREAMS, USUAL
 from fedhassle.engine.job import Job
+from fedhassle.engine.labels import no_labels
 from fedhassle.errors import UserError, require
 from fedhassle.vectors import Arrays
 
@@ -214,15 +215,11 @@ class Lanes:
 
     def _new_shapes(self, work: Sequence[Chain]) -> dict[Hashable, Example]:
         """A job of each shape that is not recorded yet and worth recording."""
-        jobs = {
+        return {
             shape: (job, chain.visit.kept)
             for chain in work
             for shape, job in zip(chain.shapes, chain.visit.jobs, strict=True)
-        }
-        return {
-            shape: example
-            for shape, example in jobs.items()
-            if shape not in self.seconds and self.functions.worth_recording(shape, example[0])
+            if shape not in self.seconds and self.functions.worth_recording(shape, job)
         }
 
     def _open_first(self, new: Mapping[Hashable, Example]) -> None:
