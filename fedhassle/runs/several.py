@@ -87,7 +87,7 @@ def started(stack: ExitStack, daemon: AbstractContextManager[None]) -> bool:
     try:
         stack.enter_context(daemon)
     except UserError as error:
-        log.warning("%s; %d runs share this process instead", error, SIDE_BY_SIDE)
+        log.warning("%s; the runs share this process instead", error)
         return False
     return True
 
