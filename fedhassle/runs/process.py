@@ -47,7 +47,7 @@ def main(descriptor: int) -> None:
     """Trains the run of a task."""
     line = Line(Connection(descriptor))
     task: Task = line.connection.recv()
-    logging.getLogger("fedhassle").addHandler(QueueHandler(line))  # type: ignore[arg-type]
+    logging.getLogger().addHandler(QueueHandler(line))  # type: ignore[arg-type]
     error: Exception | None = None
     try:
         train(task, line)

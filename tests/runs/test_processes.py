@@ -150,6 +150,25 @@ def test_log_records_of_a_process_reach_this_one_with_the_runs_name(tmp_path):
     assert any(text.startswith("round 1: unlabelled clients do not train") for _, text in said)
 
 
+def test_what_a_method_of_ones_own_logs_in_a_process_reaches_this_one(tmp_path, module, caplog):
+    name = module(
+        "telling",
+        """
+        import logging
+        from fedhassle.methods import FedAvg
+
+        class Telling(FedAvg):
+            def merge(self, state, updates, t, rng):
+                logging.getLogger("own").warning("round %d has %d updates", t, len(updates))
+                return super().merge(state, updates, t, rng)
+        """,
+    )
+    runs = launched(tmp_path, ("a", [f"method={name}:Telling", "clients_per_round=1"]), base=FEDAVG)
+    assert ends(in_processes(runs, 1)) == {0: None}
+    said = [record.getMessage() for record in caplog.records if record.name == "own"]
+    assert [text[:11] for text in said] == ["round 1 has", "round 2 has"]
+
+
 def test_an_error_that_cannot_travel_arrives_as_its_message():
     class LocalError(Exception):
         """A class that no other process can find."""
