@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.capture import CAPTURE_LOCK
+from fedhassle.engine.gpu import operators
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
 from fedhassle.files import cache_folder, check_writable
 
@@ -74,7 +77,9 @@ def keep_kernels() -> None:
     if os.environ.get(KERNELS) not in (None, default_cache_dir()):
         return
     with suppress(OSError, RuntimeError):
-        folder = cache_folder() / "kernels"
+        # The compiler knows our operations by their names alone, so other code of theirs has another folder.
+        ours = hashlib.sha256(Path(operators.__file__).read_bytes()).hexdigest()
+        folder = cache_folder() / "kernels" / ours[:8]
         check_writable(folder)
         os.environ[KERNELS] = str(folder)
 
