@@ -18,7 +18,7 @@ from fedhassle.data.views import UNIFORMS
 from fedhassle.errors import require
 from fedhassle.losses import calibrated, cross_entropy, hard_labels
 from fedhassle.nets import Net
-from fedhassle.optimiser import SGD, AdamW, Optimiser, Schedule, share_of_rate
+from fedhassle.optimiser import SGD, AdamW, Optimiser, RateSchedule, share_of_rate
 from fedhassle.ranges import (
     BatchSize,
     Decay,
@@ -264,7 +264,7 @@ class Method:
     weight_decay: NotNegative | None = None  # weight decay; with adamw decoupled; default: 0 (ruling 9)
     # The learning rate over rounds: cosine to 0, or a step to a tenth after a half and after three quarters;
     # default: constant.
-    schedule: Schedule | None = None
+    schedule: RateSchedule | None = None
     horizon: FromOne | None = None  # rounds over which a schedule lowers the rate; default: all of the run
     lr_warmup: FromZero | None = None  # number of first rounds over which the rate rises to lr; default: 0
     # Largest norm of a gradient, 0: off (ruling 9); default: the network's own, 5 for ResNet-8, 1 for LeNet.

@@ -9,7 +9,7 @@ from fedhassle.errors import UserError
 
 STEPS = (0.5, 0.75)  # shares of the rounds after each of which schedule=step divides the rate by ten
 
-Schedule = Literal["constant", "cosine", "step"]
+RateSchedule = Literal["constant", "cosine", "step"]
 
 
 class SGD(NamedTuple):
@@ -39,7 +39,7 @@ class AdamW(NamedTuple):
 Optimiser = SGD | AdamW
 
 
-def share_of_rate(t: int, schedule: Schedule | None, horizon: int | None, warmup: int) -> float:
+def share_of_rate(t: int, schedule: RateSchedule | None, horizon: int | None, warmup: int) -> float:
     """Returns the share of the learning rate that round t has.
 
     It rises over the first `warmup` rounds: 1/(W + 1), 2/(W + 1), …, and then follows the schedule over the
