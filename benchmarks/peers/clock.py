@@ -21,7 +21,7 @@ RESULT = "RESULT "  # before the line with a contender's result
 class How:
     """How a contender runs."""
 
-    processes: int = 1  # of pfl: that share the device; of Flower: clients at once
+    processes: int = 1  # that share the device; of ours: workers; of Flower: clients at once
     compile: str = "none"  # mode of torch.compile, of the network's loss
     precision: str = "fp32"  # of matrix products: fp32 or bf16
     mps: bool = False  # under NVIDIA's MPS, by which processes use a GPU at the same time

@@ -1,23 +1,27 @@
-"""FedAvg rounds of fedhassle: its simulator and its `federate`."""
+"""FedAvg rounds of fedhassle: its simulator or its workers, and its `federate`."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import cast
 
 import numpy as np
 import torch
 
 from benchmarks.measure import steps_of
-from benchmarks.peers.clock import Clock, report, told
+from benchmarks.peers.clock import Clock, How, report, told
 from benchmarks.peers.networks import NETWORKS, build
 from benchmarks.peers.work import CLASSES, CROP, MEAN, STD, Work, images_of
 from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split
+from fedhassle.engine.cluster import LOCAL, connected
 from fedhassle.engine.cores import available_cores, on_cores
 from fedhassle.engine.device import LANES, Engine, Precision
-from fedhassle.engine.rounds import Plan, federate
+from fedhassle.engine.ray_federation import RayFederation
+from fedhassle.engine.rounds import Federation, Plan, federate
 from fedhassle.engine.simulator import Simulator
 from fedhassle.methods import METHODS
 from fedhassle.nets import NETS, Net
@@ -36,23 +40,36 @@ def main() -> None:
     engine = Engine(device)
     if device.type == "cuda":
         engine = Engine(device, cast(Precision, how.precision), LANES, how.compile != "none")
-    simulator = Simulator(dataset, split, 0, engine, available_cores())
     module = build(work.net, work.shape, CLASSES)
     state, clock = {"w": net.flatten(module).to(device)}, Clock(work.device)
     # On lanes more clients take part in the first rounds, so that every lane records its steps.
-    everyone = work.per_round if simulator.trainer.lanes is None else min(work.clients, 2 * work.per_round)
+    everyone = min(work.clients, 2 * work.per_round) if device.type == "cuda" else work.per_round
     warmup = Plan(work.warmup, everyone), 1
     timed = Plan(work.warmup + work.rounds, work.per_round), work.warmup + 1
     steps = 0
-    with on_cores(1), engine.active():
+    with on_cores(1), engine.active(), federation(dataset, split, engine, how) as clients:
         for plan, first in (warmup, timed):
             clock.start()
-            for done in federate(method, simulator, plan, state, first):
+            for done in federate(method, clients, plan, state, first):
                 clock.stop()
                 state = done.state
                 steps = sum(steps_of(method, done.clients, done.t).values())
                 clock.start()
     report(clock, work, steps, net.n_parameters, engine={k: str(v) for k, v in engine._asdict().items()})
+
+
+@contextmanager
+def federation(dataset: Dataset, split: Split, engine: Engine, how: How) -> Iterator[Federation]:
+    """The clients, in this process or on as many workers as `how` has processes."""
+    if how.processes == 1:
+        yield Simulator(dataset, split, 0, engine, available_cores())
+        return
+    threads = max(1, available_cores() // how.processes)
+    with (
+        connected(LOCAL),
+        closing(RayFederation(dataset, split, 0, engine, threads, how.processes)) as workers,
+    ):
+        yield workers
 
 
 def data(work: Work) -> tuple[Dataset, Split]:

@@ -32,8 +32,9 @@ class Part:
 
 
 def ours(how: How = ALONE) -> Contender:
-    """Our rounds."""
-    return Contender("fedhassle", "benchmarks.peers.our_rounds", (), how)
+    """Our rounds; `how.processes`: workers."""
+    name = "fedhassle" if how.processes == 1 else f"fedhassle, {how.processes} workers"
+    return Contender(name, "benchmarks.peers.our_rounds", () if how.processes == 1 else ("ray",), how)
 
 
 PLAIN = Contender("plain loop", "benchmarks.peers.plain_rounds")
@@ -81,7 +82,7 @@ PARTS = {
     "cpu": Part(
         "LeNet on a CPU, 8 of 20 clients per round",
         LENET,
-        (ours(), PLAIN, pfl(), pfl(How(2)), flower()),
+        (ours(), ours(How(2)), PLAIN, pfl(), pfl(How(2)), flower()),
         repeats=3,
     ),
     "gpu": Part(

@@ -61,10 +61,12 @@ def test_peers_see_windows_of_reflected_images():
     assert not torch.equal(images, seen.epoch()[0])
 
 
-@pytest.mark.parametrize("contender", [our_rounds, plain_rounds])
-def test_a_contender_reports_its_rounds_and_steps(contender, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("contender", "how"), [(our_rounds, How()), (our_rounds, How(2)), (plain_rounds, How())]
+)
+def test_a_contender_reports_its_rounds_and_steps(contender, how, monkeypatch, capsys):
     """2 of 3 clients, 2 epochs of ⌈20/8⌉ batches: 12 steps."""
-    monkeypatch.setattr(sys, "argv", command("any", TINY, How())[2:])
+    monkeypatch.setattr(sys, "argv", command("any", TINY, how)[2:])
     threads = torch.get_num_threads()
     try:
         contender.main()
