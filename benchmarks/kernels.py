@@ -52,7 +52,7 @@ from fedhassle.engine.cores import available_cores
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import captured
 from fedhassle.engine.gpu.operators import convolve_relu
-from fedhassle.engine.gpu.program import STRETCH, Program, StretchInputs
+from fedhassle.engine.gpu.program import STRETCH, Program, Seat, StretchInputs
 from fedhassle.engine.gpu.recording import FunctionsByShape, Trimmer
 from fedhassle.engine.gpu.shapes import functions_of, shape_of
 from fedhassle.engine.job import Job, Samples, Site, draw
@@ -173,7 +173,7 @@ def jobs(method: Hassle, engine: Engine) -> list[tuple[Job, Arrays]]:
 
 def recorded(job: Job, kept: Arrays, functions: FunctionsByShape) -> Iterator[tuple[str, Callable[[], None]]]:
     """The inputs of a stretch and one of its steps, as work that can be captured."""
-    program = Program(job, job.message | kept, kept, draw(job))
+    program = Program(Seat.of(job, job.message | kept, kept, draw(job)))
     made = functions.find(shape_of(job, kept), job, program)
     first = made.inputs(program.buffers, program.schedule).at(0)
     held: list[StretchInputs] = []

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,14 @@ def data(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(3)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """The compiler without its code generator, which takes a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def main() -> None:
     )
     engine = Engine(device)
     if device.type == "cuda":
-        engine = Engine(device, cast(Precision, how.precision), LANES, how.compile != "none")
+        engine = Engine(device, cast(Precision, how.precision), LANES, how.compile != "none", stack=how.stack)
     module = build(work.net, work.shape, CLASSES)
     state, clock = {"w": net.flatten(module).to(device)}, Clock(work.device)
     # On lanes more clients take part in the first rounds, so that every lane records its steps.

@@ -33,8 +33,9 @@ class Part:
 
 def ours(how: How = ALONE) -> Contender:
     """Our rounds; `how.processes`: workers."""
-    name = "fedhassle" if how.processes == 1 else f"fedhassle, {how.processes} workers"
-    return Contender(name, "benchmarks.peers.our_rounds", () if how.processes == 1 else ("ray",), how)
+    words = [f"{how.processes} workers"] * (how.processes > 1) + [f"stack of {how.stack}"] * (how.stack > 1)
+    needs = () if how.processes == 1 else ("ray",)
+    return Contender(", ".join(["fedhassle", *words]), "benchmarks.peers.our_rounds", needs, how)
 
 
 PLAIN = Contender("plain loop", "benchmarks.peers.plain_rounds")
@@ -60,6 +61,7 @@ def named(peer: str, how: How) -> str:
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 GRAPHS = "reduce-overhead"  # torch.compile with CUDA graphs: pfl's fastest mode
 FAST = How(compile="default", precision="bf16")  # ours in a long run on a GPU
+STACKED = replace(FAST, stack=16)
 
 # On a GPU the peers' fastest: alone, and as several processes that use it at the same time. One process goes
 # first, since the others then find its compiled code in PyTorch's cache.
@@ -104,6 +106,7 @@ PARTS = {
         PFL,
         (
             ours(FAST),
+            ours(STACKED),
             pfl(GRAPHS_ALONE),
             pfl(EIGHT),
             flower(EAGER),
@@ -118,6 +121,7 @@ PARTS = {
         BLAZEFL,
         (
             ours(FAST),
+            ours(STACKED),
             pfl(GRAPHS_ALONE),
             pfl(EIGHT),
             flower(EAGER),

@@ -19,9 +19,10 @@ class Engine(NamedTuple):
 
     device: torch.device
     precision: Precision = "fp32"  # of matrix products; weights, statistics and sums are always float32
-    lanes: int = LANES  # maximum number of jobs at once on a GPU
+    lanes: int = LANES  # maximum number of groups of jobs at once on a GPU
     compile: bool = False  # fuse the kernels of a step; takes about a minute
     deterministic: bool = False
+    stack: int = 1  # number of seats of a group of jobs, which share each kernel
 
     def lowered(self) -> AbstractContextManager[Any]:
         """Runs matrix products in the engine's precision inside the block."""

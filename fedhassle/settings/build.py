@@ -177,8 +177,14 @@ def holdings(request: Request) -> Holdings | None:
 def build_engine(settings: Settings) -> Engine:
     """The engine: device, precision, lanes."""
     assert settings.precision != "auto" and settings.compile is not None  # the settings are resolved
-    device = torch.device(settings.device)
-    return Engine(device, settings.precision, settings.lanes, settings.compile, settings.deterministic)
+    return Engine(
+        torch.device(settings.device),
+        settings.precision,
+        settings.lanes,
+        settings.compile,
+        settings.deterministic,
+        settings.stack,
+    )
 
 
 def build_net(settings: Settings, dataset: Dataset) -> Net:

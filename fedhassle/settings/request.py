@@ -27,7 +27,18 @@ MAX_DEPTH = 8  # tables within tables
 PATHS = (("data", "name"), ("data", "folder"), ("split", "file"))  # settings that may be paths
 SHORT = ("data", "method")  # tables that may be given by their name alone: method="fedavg"
 MACHINE = (  # how a run is computed, not what
-    *("device", "threads", "workers", "ray", "lanes", "precision", "compile", "deterministic", "track"),
+    *(
+        "device",
+        "threads",
+        "workers",
+        "ray",
+        "lanes",
+        "stack",
+        "precision",
+        "compile",
+        "deterministic",
+        "track",
+    ),
 )
 PRESETS = "settings/presets"  # folder in the package
 DEFAULT_DATA, DEFAULT_METHOD = "fmnist-mini", "hassle"  # if the request names none

@@ -231,6 +231,7 @@ def test_on_a_cpu_there_is_one_precision_and_nothing_is_compiled():
         ("compile=1", "compile: .*got 1"),
         ("lanes=0", "lanes: .*greater than or equal to 1, got 0"),
         ("lanes=257", "lanes: .*256, got 257"),
+        ("stack=0", "stack: .*greater than or equal to 1, got 0"),
         ("lanes=1.5", r"lanes: .*got 1\.5"),
         ("deterministic=maybe", "deterministic: .*got 'maybe'"),
     ],
@@ -278,6 +279,7 @@ ELSEWHERE = {
     "workers": 4,
     "ray": "auto",
     "lanes": 3,
+    "stack": 8,
     "precision": "bf16",
     "compile": True,
     "deterministic": False,
@@ -300,11 +302,13 @@ def test_a_run_reopened_on_another_device_forgets_the_settings_of_the_first(word
     with pytest.raises(UserError, match="device=cuda: PyTorch finds no CUDA device"):
         reopen(tmp_path / "run")
     settings = reopen(tmp_path / "run", "cpu").settings
-    expected = resolved("device=cpu", "lanes=3", "track=tensorboard")  # settings that fit any device stay
+    expected = resolved(
+        "device=cpu", "lanes=3", "stack=8", "track=tensorboard"
+    )  # settings that fit any device stay
     assert {name: getattr(settings, name) for name in MACHINE} == {
         name: getattr(expected, name) for name in MACHINE
     }
-    as_before = {name: getattr(before, name) for name in ("threads", "lanes", "track")}
+    as_before = {name: getattr(before, name) for name in ("threads", "lanes", "stack", "track")}
     assert settings.model_copy(update=as_before) == before
 
 

@@ -97,6 +97,28 @@ def test_replayed_steps_with_dropout_have_a_mask_each(compiled, caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+# Shared kernels
+
+
+@pytest.mark.parametrize("name", ["fedavg", "mixmatch", "hassle"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_clients_that_share_kernels_end_as_if_alone(name, compiled, caplog):
+    """Of 13 steps: a stretch of ten, one of two and one of one; the second round replays them."""
+    method = made(name, LeNet, steps=13, lr=0.001)
+    sites = [on(CUDA, range(20 * i, 20 * i + 20), range(60, 81), str(i)) for i in range(3)]
+    engine = Engine(CUDA, "fp32", lanes=2, compile=compiled, stack=4)
+    pool, message = Lanes(engine), begun(method)
+    with engine.active():
+        for t in (1, 2):
+            visits = [visit(method, site, message, None, t, 0) for site in sites]
+            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
+                expected, _ = train(method, site, message, None, t, 0)
+                for trained in expected.arrays:
+                    assert relative(found.arrays[trained], expected.arrays[trained]) < 1e-3
+    assert {form.seats for form in pool.seconds} == {4}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 OPTIMISERS = [
     {"optimiser": "adamw", "weight_decay": 0.1, "lr": 0.01},
     {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1},

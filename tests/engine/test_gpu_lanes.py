@@ -17,7 +17,7 @@ from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.client import Visit, visit
 from fedhassle.engine.gpu import lanes, recording, shapes
-from fedhassle.engine.gpu.lanes import chains, connected, joined
+from fedhassle.engine.gpu.chains import chains, connected, joined
 from fedhassle.engine.gpu.recording import Lane
 from fedhassle.engine.gpu.streams import EACH, FIRST, USUAL, Streams
 from fedhassle.engine.job import Job
@@ -328,13 +328,13 @@ def test_chains_are_disjoint_complete_and_as_small_as_can_be(trained, keeps):
 
 def beginnings(monkeypatch):
     """A list of (lane, client) for each job that starts from now on."""
-    plain, begun = Lane.run_job, []
+    plain, begun = Lane.run_jobs, []
 
-    def run_job(self, job, *args):
-        begun.append((self, job.site.client.name))
-        return (yield from plain(self, job, *args))
+    def run_jobs(self, jobs, *args):
+        begun.extend((self, job.site.client.name) for job in jobs)
+        return (yield from plain(self, jobs, *args))
 
-    monkeypatch.setattr(Lane, "run_job", run_job)
+    monkeypatch.setattr(Lane, "run_jobs", run_jobs)
     return begun
 
 
@@ -486,9 +486,9 @@ def test_the_memory_of_a_lane_is_measured_when_it_has_something_to_record(monkey
 
 def failing(monkeypatch, calls):
     """Makes some of the jobs, counted from 1, run out of memory after their first stretch."""
-    plain, count = Lane.run_job, itertools.count(1)
+    plain, count = Lane.run_jobs, itertools.count(1)
 
-    def run_job(self, *args):
+    def run_jobs(self, *args):
         steps, fails = plain(self, *args), next(count) in calls
         next(steps)
         if fails:
@@ -496,7 +496,7 @@ def failing(monkeypatch, calls):
         yield
         return (yield from steps)
 
-    monkeypatch.setattr(Lane, "run_job", run_job)
+    monkeypatch.setattr(Lane, "run_jobs", run_jobs)
 
 
 @pytest.mark.parametrize(
@@ -543,10 +543,10 @@ def test_a_single_lane_that_does_not_fit_is_a_user_error(count, monkeypatch, cap
 
 
 def test_other_errors_are_passed_on(monkeypatch):
-    def run_job(self, *args):
+    def run_jobs(self, *args):
         yield
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(Lane, "run_job", run_job)
+    monkeypatch.setattr(Lane, "run_jobs", run_jobs)
     with pytest.raises(RuntimeError, match="something else"):
         pool(4).train([visit(small.hassle(), clients()[1], small.hassle().initial(0), None, 1, 0)])

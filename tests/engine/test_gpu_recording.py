@@ -18,7 +18,7 @@ from fedhassle.engine.client import advance, prepare, train, visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
-from fedhassle.engine.gpu.program import STRETCH, Program, stretch_functions, stretched, stretches
+from fedhassle.engine.gpu.program import STRETCH, Program, Seat, stretch_functions, stretched, stretches
 from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape
 from fedhassle.engine.gpu.shapes import identity, shape_of
 from fedhassle.engine.job import draw
@@ -85,7 +85,7 @@ def jobs(method, here=None, t=1, state=None):
 
 
 def program(job, kept):
-    return Program(job, job.message | kept, kept, draw(job))
+    return Program(Seat.of(job, job.message | kept, kept, draw(job)))
 
 
 def written(buffers):
@@ -396,7 +396,7 @@ def test_loading_a_schedule_overwrites_its_steps_and_no_others():
     assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.float32, torch.int32}
     for leaf in leaves:
         leaf.fill_(77)
-    there.load_schedule(schedule.between(3, 5).tensors)
+    there.load_schedules([schedule.between(3, 5).tensors])
     for leaf, drawn in zip(leaves, pytree.tree_leaves(schedule), strict=True):
         assert torch.equal(leaf[:2], drawn[3:5]) and (leaf[2:] == 77).all()
 
@@ -408,7 +408,7 @@ def test_loading_a_job_overwrites_all_buffers():
     for tensor in pytree.tree_leaves(there.buffers._replace(images=None)):
         if tensor is not None:
             tensor.fill_(float("nan"))
-    there.load(job, job.message | kept)
+    there.seats[0].load(job, job.message | kept)
     expected = prepare(job, job.message | kept, kept)
     assert small.same(written(there.buffers), written(expected))
     assert small.same(there.buffers.received, job.message)
@@ -436,7 +436,7 @@ def test_the_trial_before_a_capture_runs_all_its_kernels(name, settings):
     """A library that chooses a kernel during a capture invalidates it."""
     engine = Engine(torch.device("cpu"))
     for job, kept in jobs(made(name, **settings)):
-        ours = stretch_functions(job, program(job, kept).questions(job, engine), engine)
+        ours = stretch_functions(job, program(job, kept).example.questions(job, engine), engine)
         found = {}
         for run in (Program.run, Program.try_out):
             with Kernels() as kernels:
@@ -593,14 +593,6 @@ def test_a_compiled_function_takes_and_returns_trees(traced):
 # Compiled
 
 
-@pytest.fixture
-def quick_compiler(monkeypatch):
-    """The compiler without its code generator, which takes a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    yield
-    torch.compiler.reset()
-
-
 @METHODS_AND_SETTINGS
 def test_every_step_compiles_and_is_the_eager_one(name, settings, quick_compiler):
     assert_compiled_is_eager(made(name, **settings), site())
@@ -634,8 +626,8 @@ def assert_compiled_is_eager(method, here):
         there = program(job, kept)
         functions = FunctionsByShape(Engine(small.CPU, compile=True))
         found = functions.find("key", job, there)
-        there.load(job, job.message | kept)
-        there.load_schedule(stretched(draw(job)).tensors)
+        there.seats[0].load(job, job.message | kept)
+        there.load_schedules([stretched(draw(job)).tensors])
         there.run(found, 1)
         expected = written(eagerly(job, kept, draw(job).between(0, 1)))
         for key, value in written(there.buffers).items():
@@ -652,7 +644,7 @@ def test_a_compiled_stretch_is_the_eager_one(quick_compiler):
     (job, kept), *_ = jobs(small.Tutored(small.net(channels=3), epochs=1, lr=0.01), site(labelled=60))
     there = program(job, kept)
     found = FunctionsByShape(Engine(small.CPU, compile=True)).find("key", job, there)
-    there.load(job, job.message | kept)
+    there.seats[0].load(job, job.message | kept)
     there.run(found, STRETCH)
     expected = written(eagerly(job, kept, draw(job)))
     for key, value in written(there.buffers).items():

@@ -42,7 +42,7 @@ def test_hassles_four_phases_are_four_shapes():
         updates = trained_on(pool, method, state, t)
         state = method.merge(state, updates, t, None)
     assert "w_S_before" in state
-    assert sorted(key[0] for key in pool.seconds) == [
+    assert sorted(form.shape[0] for form in pool.seconds) == [
         "labelled",
         "labelled residual",
         "unlabelled",
@@ -72,7 +72,7 @@ def test_the_names_read_may_depend_on_the_names_present():
     method, pool = Curious(NET, batch=8, epochs=1, lr=0.01), Lanes(Engine(CPU, lanes=2))
     for t in (1, 2, 3, 4, 2):
         trained_on(pool, method, method.initial(0), t)
-    received = [{name for name, *_ in key[-1]} for key in pool.seconds]
+    received = [{name for name, *_ in form.shape[-1]} for form in pool.seconds]
     assert received == [{"w"}, {"w", "more"}, {"w", "more", "most"}]
 
 

@@ -35,6 +35,7 @@ def test_the_hash_is_the_same_on_every_machine(monkeypatch):
     base = hash_of(dataset, "device=cpu")
     on_cpu = [
         ("lanes=3",),
+        ("stack=8",),
         ("precision=fp32",),
         ("compile=false",),
         ("deterministic=true",),

@@ -28,6 +28,24 @@ from fedhassle.files import cache_folder, check_writable
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"  # the compiler reads it, and sets it when it is imported
 
 
+class Flat:
+    """A function on trees of tensors, as one on their leaves."""
+
+    def __init__(self, function: Callable[..., Any], trees: Any) -> None:
+        self.function = function
+        self.given = pytree.tree_structure(trees)
+        self.made: pytree.TreeSpec | None = None  # known after a call
+
+    def __call__(self, *leaves: Tensor) -> list[Tensor]:
+        """The leaves of the result."""
+        result, self.made = pytree.tree_flatten(self.function(*pytree.tree_unflatten(leaves, self.given)))
+        return [leaf for leaf in result if leaf is not None]
+
+    def result(self, leaves: Sequence[Tensor]) -> Any:
+        """The result that has these leaves; None if there are none."""
+        return pytree.tree_unflatten(leaves, self.made) if self.made is not None and leaves else None
+
+
 class Compiler:
     """Compiles functions on trees of tensors to fused kernels; equal graphs of operations only once."""
 
@@ -42,14 +60,7 @@ class Compiler:
         The function is first traced to its operations on tensors, including its backward pass. So it may
         contain any Python, and only the operations are compiled.
         """
-        leaves, spec = pytree.tree_flatten(trees)
-        made: list[Any] = []  # the tree structure of its result
-
-        def flat(*leaves: Tensor) -> list[Tensor]:
-            result, shape = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
-            made[:] = [shape]
-            return [leaf for leaf in result if leaf is not None]
-
+        flat, leaves = Flat(function, trees), pytree.tree_leaves(trees)
         graph = in_fewer_kernels(traced(flat, leaves), leaves)
         used = ordered_by_use(graph)
         key = (str(graph.code), tuple(signature(leaves[i]) for i in used), constants(graph))
@@ -60,8 +71,7 @@ class Compiler:
 
         def call(*trees: Any) -> Any:
             given = pytree.tree_leaves(trees)
-            result = fused(*[given[i] for i in used])
-            return pytree.tree_unflatten(result, made[0]) if result else None
+            return flat.result(fused(*[given[i] for i in used]))
 
         return call
 

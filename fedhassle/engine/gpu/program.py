@@ -6,7 +6,9 @@ The steps are those of `engine.client`, with the logits of frozen models compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -72,18 +74,22 @@ def stretch_functions(job: Job, asked: tuple[Question, ...], engine: Engine) -> 
     return StretchFunctions(inputs_of, step_once, capture=engine.device.type == "cuda")
 
 
-class Program:
-    """A shape of job on one lane: buffers at fixed addresses, and recorded stretches that run on them."""
+class Seat:
+    """A job's place in a program: its buffers, at addresses that never change, and its schedule."""
 
-    def __init__(self, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> None:
-        self.buffers = prepare(job, start, kept)._replace(received=blank(job.message))
-        self.schedule = blank(stretched(schedule))
-        self.places: dict[int, list[Tensor]] = {}  # of the tensors of the schedule's first steps, by number
-        written = self.buffers.optimiser, self.buffers.losses, self.buffers.labelling
+    def __init__(self, buffers: Buffers, schedule: Schedule) -> None:
+        self.buffers = buffers
+        self.schedule = schedule
+        written = buffers.optimiser, buffers.losses, buffers.labelling
         self.sums: list[Tensor] = pytree.tree_leaves(written)  # zero before the first step
-        self.runs: dict[int, Callable[[], None]] = {}
-        self.load(job, start)
-        self.load_schedule(stretched(schedule).tensors)
+
+    @classmethod
+    def of(cls, job: Job, start: Arrays, kept: Arrays, schedule: Schedule) -> Self:
+        """A seat for jobs of this shape, with this one in it."""
+        buffers = prepare(job, start, kept)._replace(received=blank(job.message))
+        seat = cls(buffers, stretched(schedule))
+        seat.load(job, start)
+        return seat
 
     def load(self, job: Job, start: Arrays) -> None:
         """Copies the start vectors and the message of a job into the buffers."""
@@ -97,23 +103,13 @@ class Program:
             assert job.rate is not None  # jobs of one shape all have a rate, or none has
             rate.fill_(job.rate)
 
-    def load_schedule(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the tensors of the schedule of the next steps into the buffers."""
-        steps = len(tensors[0])
-        if steps not in self.places:
-            self.places[steps] = [place[:steps] for place in self.schedule.tensors]
-        copy_all(self.places[steps], tensors)
-
-    def run(self, functions: StretchFunctions, steps: int) -> None:
-        """Runs the first steps of the loaded schedule."""
-        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
-        for i in range(steps):
-            functions.step(self.buffers, inputs.at(i))
-
-    def try_out(self, functions: StretchFunctions, steps: int) -> None:
-        """Runs each kernel of such a run once, by its first step alone."""
-        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
-        functions.step(self.buffers, inputs.at(0))
+    def result(self) -> Buffers:
+        """The buffers with copies of what steps write, which further steps leave alone."""
+        written = self.buffers.weights, self.buffers.statistics, self.buffers.losses, self.buffers.labelling
+        weights, statistics, losses, labelling = pytree.tree_map(torch.clone, written)
+        return self.buffers._replace(
+            weights=weights, statistics=statistics, losses=losses, labelling=labelling
+        )
 
     def names_read(self, job: Job, engine: Engine) -> set[str]:
         """Received names that a step reads."""
@@ -127,6 +123,65 @@ class Program:
             batches = batches_of(job, self.buffers, received, self.schedule)
             first = [batch.at(0) for batch in batches]
             return questions(job, self.buffers, received, first, [draw[0] for draw in self.schedule.draws])
+
+
+class Program:
+    """Jobs of one shape on a lane, one in each seat, and recorded stretches of their steps.
+
+    With several seats each buffer has a leading axis of seats, and so has the schedule after that of steps.
+    """
+
+    def __init__(self, example: Seat, seats: int = 1) -> None:
+        self.example = example  # the only seat, or one of the same shape
+        self.seats, self.buffers, self.schedule = [example], example.buffers, example.schedule
+        if seats > 1:
+            self.buffers = of_all_seats(partial(copies, n=seats, axis=0), example.buffers)
+            self.schedule = pytree.tree_map(partial(copies, n=seats, axis=1), example.schedule)
+            self.seats = [self._seat(i) for i in range(seats)]
+        self.places: dict[int, list[Tensor]] = {}  # of the tensors of the schedule's first steps, by number
+        self.runs: dict[int, Callable[[], None]] = {}
+
+    def _seat(self, i: int) -> Seat:
+        buffers = of_all_seats(partial(torch.select, dim=0, index=i), self.buffers)
+        return Seat(buffers, pytree.tree_map(partial(torch.select, dim=1, index=i), self.schedule))
+
+    def load_schedules(self, given: Sequence[Sequence[Tensor] | None]) -> None:
+        """Copies the tensors of the next steps' schedules into the buffers, one schedule for each seat.
+
+        A seat without one repeats steps of another, since kernels work for all seats.
+        """
+        known = [tensors for tensors in given if tensors is not None]
+        steps = len(known[0][0])
+        if steps not in self.places:
+            self.places[steps] = [place[:steps] for place in self.schedule.tensors]
+        if len(self.seats) == 1:
+            return copy_all(self.places[steps], known[0])
+        filled = [tensors or known[0] for tensors in (*given, *[None] * (len(self.seats) - len(given)))]
+        for place, tensors in zip(self.places[steps], zip(*filled, strict=True), strict=True):
+            torch.stack(tensors, 1, out=place)
+        return None
+
+    def run(self, functions: StretchFunctions, steps: int) -> None:
+        """Runs the first steps of the loaded schedules."""
+        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
+        for i in range(steps):
+            functions.step(self.buffers, inputs.at(i))
+
+    def try_out(self, functions: StretchFunctions, steps: int) -> None:
+        """Runs each kernel of such a run once, by its first step alone."""
+        inputs = functions.inputs(self.buffers, self.schedule.between(0, steps))
+        functions.step(self.buffers, inputs.at(0))
+
+
+def of_all_seats(change: Callable[[Tensor], Tensor], buffers: Buffers) -> Buffers:
+    """Buffers with a change to every tensor but the images, which all seats share."""
+    owned = {name: tensors for name, tensors in buffers._asdict().items() if name != "images"}
+    return buffers._replace(**pytree.tree_map(change, owned))
+
+
+def copies(tensor: Tensor, n: int, axis: int) -> Tensor:
+    """Copies of a tensor, stacked along an axis."""
+    return torch.stack([tensor] * n, axis)
 
 
 def copy_all(places: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
@@ -151,6 +206,12 @@ def stretched(schedule: Schedule) -> Schedule:
     index = torch.arange(STRETCH, device=schedule.feeds[0].rows.device) % schedule.steps
     made: Schedule = pytree.tree_map(lambda tensor: tensor.index_select(0, index), schedule)
     return made
+
+
+def common_stretches(numbers: Sequence[int]) -> list[int]:
+    """Splits numbers of steps into stretches that they have in common, so that each ends with one of them."""
+    ends = [0, *sorted(set(numbers))]
+    return [size for before, end in pairwise(ends) for size in stretches(end - before)]
 
 
 def stretches(steps: int) -> list[int]:

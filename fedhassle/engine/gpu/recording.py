@@ -15,6 +15,9 @@ One example: HASSLE's `labelled residual`, on a client with labelled and unlabel
    the graph. What is left of a job that has no whole number of stretches is replayed from shorter ones
    (`stretches`), recorded when they are first needed.
 
+With `stack`, a program has seats for several jobs of a shape, and both functions work for all of them at once
+(`stacking.py`). A group of jobs runs until the longest has ended.
+
 A step that cannot be compiled is captured uncompiled; a step that cannot be captured, or changes too often,
 runs eagerly. On a CPU, which cannot capture, the same functions run over the same buffers.
 """
@@ -24,10 +27,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -35,16 +40,19 @@ import torch
 from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.client import Buffers, run_job
 from fedhassle.engine.device import Engine
+from fedhassle.engine.gpu.chains import Form
 from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
 from fedhassle.engine.gpu.precompute import EVERY
 from fedhassle.engine.gpu.program import (
     STRETCH,
     Program,
+    Seat,
     StretchFunctions,
     StretchInputs,
+    common_stretches,
     stretch_functions,
-    stretches,
 )
+from fedhassle.engine.gpu.stacking import for_all_seats
 from fedhassle.engine.gpu.streams import STREAMS
 from fedhassle.engine.job import Job, Schedule, draw
 from fedhassle.errors import first_line
@@ -94,8 +102,8 @@ class Trimmer:
             self._read[functions] = NamesRead(job, set(), set())
         read = self._read[functions]
         if read.selection(job) not in read.selections_tried:
-            program = Program(job, job.message | kept, kept, draw(job))
-            read.names.update(program.names_read(job, self.engine))
+            seat = Seat.of(job, job.message | kept, kept, draw(job))
+            read.names.update(seat.names_read(job, self.engine))
             read.selections_tried.add(read.selection(job))
         wanted = read.names | set(job.phase.trained)
         message = {name: v for name, v in job.message.items() if name in wanted or EVERY in wanted}
@@ -134,7 +142,9 @@ class FunctionsByShape:
         return self._known[key][1]
 
     def _make(self, job: Job, program: Program) -> StretchFunctions:
-        made = stretch_functions(job, program.questions(job, self.engine), self.engine)
+        made = stretch_functions(job, program.example.questions(job, self.engine), self.engine)
+        if len(program.seats) > 1:
+            made = for_all_seats(made, program)
         if made.capture and (reason := capture_obstacle(made, program)):
             self._warn_uncapturable(job, reason)
             return made._replace(capture=False)
@@ -229,39 +239,46 @@ class Lane:
             self.marks.popleft()
         return len(self.marks) >= AHEAD
 
-    def run_job(self, job: Job, key: Hashable, start: Arrays, kept: Arrays) -> Generator[None, None, Buffers]:
-        """Runs all steps of a job by replaying stretches; pauses after each stretch."""
-        if not self.functions.worth_recording(key, job):
+    def run_jobs(
+        self, jobs: Sequence[Job], form: Form, starts: Sequence[Arrays], kept: Sequence[Arrays]
+    ) -> Generator[None, None, list[Buffers]]:
+        """Runs all steps of jobs of one form by replaying stretches; pauses after each stretch."""
+        if not self.functions.worth_recording(form, jobs[0]):
             with CAPTURE_LOCK.eager(), self.functions.engine.lowered():
-                return run_job(job, start, kept)
-        schedule, sizes = draw(job), stretches(job.steps)
-        program = self.program(job, key, start, kept)
-        program.load(job, start)
-        for steps, tensors in zip(sizes, schedule.split(sizes), strict=True):
-            program.load_schedule(tensors)
+                return [run_job(*given) for given in zip(jobs, starts, kept, strict=True)]
+        sizes = common_stretches([job.steps for job in jobs])
+        ends = list(accumulate(sizes))
+        schedules = [draw(job).split(sizes[: bisect(ends, job.steps)]) for job in jobs]
+        program = self.program(jobs[0], form, starts[0], kept[0], sizes)
+        for seat, job, start in zip(program.seats, jobs, starts, strict=False):  # some seats may stay empty
+            seat.load(job, start)
+        results = {}
+        for steps, end, given in zip(sizes, ends, zip_longest(*schedules), strict=True):
+            program.load_schedules(given)
             program.runs[steps]()
+            ended = [i for i, job in enumerate(jobs) if job.steps == end < ends[-1]]
+            results.update({i: program.seats[i].result() for i in ended})
             if self.stream is not None:
                 self.marks.append(self.stream.record_event())
             yield
-        return program.buffers
+        return [results.get(i, program.seats[i].buffers) for i in range(len(jobs))]
 
-    def program(self, job: Job, key: Hashable, start: Arrays, kept: Arrays) -> Program:
-        """The program of a job's shape, with a recording for each size of its stretches."""
-        sizes = set(stretches(job.steps))
-        if key in self.programs and sizes <= set(self.programs[key].runs):
-            return self.programs[key]
+    def program(self, job: Job, form: Form, start: Arrays, kept: Arrays, sizes: Collection[int]) -> Program:
+        """The program of a form, with a recording for each of these sizes of stretches."""
+        if form in self.programs and set(sizes) <= set(self.programs[form].runs):
+            return self.programs[form]
         with RECORDING_LOCK:
-            if key not in self.programs:
-                self.programs[key] = Program(job, start, kept, draw(job))
-            program = self.programs[key]
+            if form not in self.programs:
+                self.programs[form] = Program(Seat.of(job, start, kept, draw(job)), form.seats)
+            program = self.programs[form]
             with CAPTURE_LOCK.eager():
-                functions = self.functions.find(key, job, program)
-            for steps in sorted(sizes - set(program.runs)):
-                program.runs[steps] = self.record(key, job, program, functions, steps)
+                functions = self.functions.find(form, job, program)
+            for steps in sorted(set(sizes) - set(program.runs)):
+                program.runs[steps] = self.record(form, job, program, functions, steps)
         return program
 
     def record(
-        self, key: Hashable, job: Job, program: Program, functions: StretchFunctions, steps: int
+        self, form: Form, job: Job, program: Program, functions: StretchFunctions, steps: int
     ) -> Callable[[], None]:
         """A stretch of steps as a CUDA graph, or as a function if it cannot be captured."""
         if self.stream is None or not functions.capture:
@@ -274,7 +291,7 @@ class Lane:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            return partial(run_eagerly, program, self.functions.stop_capturing(key, job, error), steps)
+            return partial(run_eagerly, program, self.functions.stop_capturing(form, job, error), steps)
 
 
 def run_eagerly(program: Program, functions: StretchFunctions, steps: int) -> None:

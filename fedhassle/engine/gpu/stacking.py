@@ -1,0 +1,75 @@
+"""Steps of several jobs in the same kernels: every tensor of a step has an axis of seats, one for each job.
+
+A GPU starts about one kernel per microsecond. Those of a small network take little longer, so jobs side by
+side on lanes gain little, and one kernel for several jobs much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fedhassle.engine.client import Buffers
+from fedhassle.engine.gpu.graphs import Flat, traced
+from fedhassle.engine.gpu.program import STRETCH, Program, StretchFunctions, StretchInputs
+from fedhassle.engine.job import Schedule
+from fedhassle.errors import first_line
+
+
+class UnstackableError(RuntimeError):
+    """Steps that cannot share kernels with those of other jobs."""
+
+
+def for_all_seats(made: StretchFunctions, program: Program) -> StretchFunctions:
+    """The functions for all seats of a program, from those for one."""
+    seat = program.example
+    axes: list[int | None] = [0] * len(pytree.tree_leaves(seat.buffers))
+    axes[-1] = None  # the images, which seats share
+
+    def inputs_for(steps: int) -> Callable[[Buffers, Schedule], StretchInputs]:
+        schedule = seat.schedule.between(0, steps)
+        of_schedule = [1] * len(schedule.tensors)
+        return over_stacks(made.inputs, (seat.buffers, schedule), [*axes, *of_schedule], 1)
+
+    try:
+        first = made.inputs(seat.buffers, seat.schedule).at(0)
+        of_inputs = [0] * len(pytree.tree_leaves(first))
+        step = over_stacks(made.step, (seat.buffers, first), [*axes, *of_inputs], 0)
+        known = {STRETCH: inputs_for(STRETCH)}
+        step(program.buffers, known[STRETCH](program.buffers, program.schedule).at(0))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # some operations have no batched form
+        raise UnstackableError(first_line(error)) from error
+
+    def inputs(buffers: Buffers, schedule: Schedule) -> StretchInputs:
+        if schedule.steps not in known:
+            known[schedule.steps] = inputs_for(schedule.steps)
+        return known[schedule.steps](buffers, schedule)
+
+    return StretchFunctions(inputs, step, made.capture)
+
+
+def over_stacks(
+    function: Callable[..., Any], example: Any, axes: Sequence[int | None], axis: int
+) -> Callable[..., Any]:
+    """A function of stacks of trees, from one of trees like the example; its results are stacked, too.
+
+    The stacks have these axes, by leaf; None: a tensor that all share. The operations are batched and not the
+    function, which may contain any Python.
+    """
+    flat, leaves = Flat(function, example), pytree.tree_leaves(example)
+    graph = traced(flat, leaves)
+    for node in graph.graph.nodes:  # the view of a tensor may be none of a stack
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+
+    def call(*trees: Any) -> Any:
+        with torch.no_grad():  # the backward pass is part of the graph
+            return flat.result(torch.vmap(graph, tuple(axes), axis)(*pytree.tree_leaves(trees)))
+
+    return call
