@@ -52,14 +52,17 @@ class Ledger:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads new and changed files; a file may have been incomplete while it was copied."""
+        """Reads new and changed files, and forgets removed ones; a copy may have been incomplete before."""
         found = paths_below(self.folder, "*.json")
         stamps = {path: stamp(path) for path in found if not path.name.startswith(UNFINISHED)}
-        changed = [path for path in stamps if stamps[path] != self._stamps.get(path)]
-        self._stamps |= stamps
-        self._files |= {path: read_entry(path) for path in changed}
-        if changed:
-            self._index()
+        if stamps == self._stamps:
+            return
+        self._files = {
+            path: self._files[path] if self._stamps.get(path) == seen else read_entry(path)
+            for path, seen in stamps.items()
+        }
+        self._stamps = stamps
+        self._index()
 
     def _index(self) -> None:
         """Picks one file for each run, the first by path; another file with other accuracies is skipped."""

@@ -164,6 +164,14 @@ def test_a_changed_file_is_found_as_its_new_run_alone(tmp_path):
     assert ledger.path(run(12)) == tmp_path / "a.json" and ledger.path(run()) == tmp_path / "b.json"
 
 
+def test_a_removed_file_is_forgotten(tmp_path):
+    """A sweep that runs for days would count it as done, and fail when it shows its figures."""
+    ledger = Ledger(tmp_path)
+    ledger.add(summary(seed=0)).unlink()
+    kept = ledger.add(summary(seed=1))
+    assert run(0) not in ledger and ledger.path(run(1)) == kept
+
+
 @pytest.mark.parametrize("first", ["a.json", "b.json"])
 def test_of_two_results_of_one_run_the_first_by_path_is_used(first, tmp_path):
     """A copy, which was made beside other runs or took another time, is no other result."""
