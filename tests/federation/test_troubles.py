@@ -1,6 +1,7 @@
 """Trouble at the server: a database that refuses to work, messages that get lost, programs that end."""
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -333,6 +334,20 @@ def test_a_run_is_resumed_once_there_is_space(federation, monkeypatch):
     free[0] = 10**9
     (said,) = look(keeper, monkeypatch, ended)
     assert "resuming it" in said and len(federation.submitted) == 1
+
+
+def test_a_run_whose_folder_is_removed_leaves_the_server_running(federation, monkeypatch):
+    """As by someone who frees the full disk that the run waits for."""
+    keeper = keep.RunKeeper(federation.folder)
+    monkeypatch.setattr(keep, "LEAST_FREE", float("inf"))
+    look(keeper, monkeypatch, [started(federation.run, "running")])
+    ended = [started(federation.run, "finished:failed")]
+    (said,) = look(keeper, monkeypatch, ended)
+    assert "is full" in said
+    shutil.rmtree(federation.run)
+    (said,) = look(keeper, monkeypatch, ended)
+    assert "its folder is gone; it is not resumed" in said and federation.submitted == []
+    assert look(keeper, monkeypatch, ended) == []
 
 
 def test_a_server_that_ends_is_restarted(federation, monkeypatch):

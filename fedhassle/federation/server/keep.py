@@ -89,7 +89,7 @@ class RunKeeper:
         self._alive = alive
         said = []
         for one in sorted(ended):
-            (last, *_) = [run for run in known if run.folder == one]  # the latest first
+            last = next(run for run in known if run.folder == one)  # the latest first
             if not ended_by_accident(last):
                 continue
             line = self._resume(one)
@@ -113,6 +113,8 @@ class RunKeeper:
         self._tries[path] = (rounds, tries)
         if tries > MOST_RESTARTS:
             return f"{name} has ended unexpectedly {tries} times in a row; it is not resumed any more"
+        if not Path(path).is_dir():
+            return f"{name} has ended unexpectedly, and its folder is gone; it is not resumed"
         self._resumed_at[path] = len(audit.read())
         free = shutil.disk_usage(path).free
         if free < LEAST_FREE:
