@@ -127,10 +127,13 @@ def split(
 def compare(*runs: Result | str | Path) -> Comparison:
     """Finished runs side by side, as `fedhassle compare` shows them: results, or folders of runs."""
     require(bool(runs), "there is nothing to compare: give results of run, or folders")
-    found = [run if isinstance(run, Result) else Path(run) for run in runs]
-    paths = [path for one in found if isinstance(one, Path) for path in result_folders(one)]
-    summaries = [one.summary for one in found if isinstance(one, Result)]
-    return Comparison(grouped([*summaries, *map(read_summary, paths)]))
+    summaries: list[Metrics] = []
+    for run in runs:
+        if isinstance(run, Result):
+            summaries.append(run.summary)
+        else:
+            summaries += map(read_summary, result_folders(Path(run)))
+    return Comparison(grouped(summaries))
 
 
 def requested(config: str | None, home: Path, *settings: Mapping[str, Any]) -> Request:

@@ -208,6 +208,8 @@ def test_results_and_folders_are_compared(images, tmp_path):
     assert rows[0]["std"] == pytest.approx(np.std(scores[:2], ddof=1))
     assert rows[0]["wrong"] == pytest.approx(np.mean([one.metrics["wrong"] for one in found[:2]]))
     assert fedhassle.compare(runs).rows == rows
+    mixed = fedhassle.compare(found[0].folder, found[2])
+    assert [row["run"] for row in mixed.rows] == ["fedavg", "fedprox"]  # as given: others are over the first
     shown = f"{100 * np.mean(scores[:2]):.2f} ± "
     assert shown in repr(compared) and "wrong" in repr(compared)
     assert f"<td>{shown}" in compared._repr_html_() and "seed by seed" in compared._repr_html_()
