@@ -188,6 +188,8 @@ def test_the_data_of_each_client_is_a_picture(images, tmp_path):
     found = fedhassle.split("paper", FAST, data=str(images), split={"alpha": 10.0})
     assert len(found.clients) == 6 and "α = 10" in found.title and found.split.hash[:12] in repr(found)
     assert found._repr_png_().startswith(b"\x89PNG")
+    equal = fedhassle.split("paper", FAST, data=str(images), split={"kind": "iid"})
+    assert "α" not in equal.title and "equal class mixes" in equal.title
     found.picture.save(tmp_path / "split.svg")
     assert (tmp_path / "split.svg").stat().st_size > 1000
 

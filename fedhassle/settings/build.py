@@ -129,8 +129,20 @@ def requested_split(request: Request) -> tuple[Dataset, Split, str]:
     """The data set and the split of a request, and the split in words."""
     settings = resolve(request)
     dataset, chosen = build_dataset(settings), settings.split
-    about = f"{chosen.labels}, α = {chosen.alpha:g}" if chosen.file is None else Path(chosen.file).name
+    about = given_split(chosen, dataset) or f"{chosen.labels}, {mixing_of(chosen)}"
     return dataset, build_split(settings, dataset), about
+
+
+def given_split(chosen: SplitSettings, dataset: Dataset) -> str | None:
+    """A split that is not drawn, in words: its file, or the sites; None for one that is drawn."""
+    if chosen.file is not None:
+        return Path(chosen.file).name
+    return None if dataset.sites is None else "each site's own images"
+
+
+def mixing_of(chosen: SplitSettings) -> str:
+    """The division of the classes in a split that is drawn, in words."""
+    return "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
 
 
 def split_of_sites(chosen: SplitSettings, sites: Sites, dataset: Dataset) -> Split:
@@ -163,14 +175,13 @@ class Holdings(NamedTuple):
 def holdings(request: Request) -> Holdings | None:
     """The images of each client; None if the images are not available, or cannot be split that way."""
     settings = resolve(request)
-    chosen = settings.split
     try:
         dataset = dataset_to_split(settings)
         rows = table(build_split(settings, dataset), dataset.y_train, dataset.classes)
     except UserError:
         return None
-    mixing = "equal class mixes" if chosen.kind == "iid" else f"α = {chosen.alpha:g}"
-    mixing = f"{mixing}, seed {split_seed(settings)}" if chosen.file is None else Path(chosen.file).name
+    drawn = f"{mixing_of(settings.split)}, seed {split_seed(settings)}"
+    mixing = given_split(settings.split, dataset) or drawn
     return Holdings(dataset.name, dataset.class_names, mixing, tuple(rows))
 
 

@@ -56,6 +56,8 @@ def test_sites_are_the_clients(sites):
         *((0, 10), (12, 0), (4, 8))
     ]
     made.check(data.y_train)
+    shown = fedhassle.split(None, {"data": str(sites), "data.holdout": 0.25})
+    assert shown.title == "sites/, each site's own images"  # nothing is drawn: there is no α
 
 
 def test_held_out_images_leave_their_sites(sites):
