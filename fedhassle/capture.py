@@ -49,8 +49,11 @@ class CaptureLock:
         assert not getattr(self._depth, "n", 0)
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: not self._capturing and not self._eager)
-            self._waiting -= 1
+            try:
+                self._changed.wait_for(lambda: not self._capturing and not self._eager)
+            finally:  # by Ctrl-C, too: other threads wait until nobody waits to capture
+                self._waiting -= 1
+                self._changed.notify_all()
             self._capturing = True
         self._depth.n = 1
         try:

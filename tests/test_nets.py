@@ -425,6 +425,22 @@ def test_the_capture_lock_is_released_after_an_error():
             raise ZeroDivisionError
 
 
+def test_a_capture_that_is_interrupted_while_it_waits_leaves_the_lock(monkeypatch):
+    """In a notebook the process lives on after Ctrl-C: no network could run in it any more."""
+    lock = CaptureLock()
+
+    def interrupted(ready):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lock._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), lock.capturing():
+            pass
+    monkeypatch.setattr(lock._changed, "wait", interrupted)
+    with lock.eager():  # does not wait
+        pass
+
+
 def test_a_capture_within_eager_work_is_refused():
     """It would wait for itself forever."""
     lock = CaptureLock()
