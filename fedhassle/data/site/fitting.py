@@ -14,14 +14,8 @@ OVER_WHITE = "transparent parts made white"
 TO_GREY, TO_RGB = "RGB to grey", "grey to RGB"
 REDUCED, ENLARGED = "reduced to the agreed size", "enlarged to the agreed size"
 REDUCED_AND_CUT, ENLARGED_AND_CUT = f"{REDUCED}, edges cut", f"{ENLARGED}, edges cut"
-TO_FIT = (
-    TO_GREY,
-    TO_RGB,
-    REDUCED,
-    ENLARGED,
-    REDUCED_AND_CUT,
-    ENLARGED_AND_CUT,
-)  # conversions to an agreed form
+# Conversions to an agreed form.
+TO_FIT = (TO_GREY, TO_RGB, REDUCED, ENLARGED, REDUCED_AND_CUT, ENLARGED_AND_CUT)
 
 
 class FileInfo(NamedTuple):
@@ -86,9 +80,8 @@ def _coloured(image: Image.Image, channels: int, notes: list[str]) -> Image.Imag
 def _change_of_size(size: tuple[int, int], wanted: tuple[int, int]) -> str:
     """Names the change of size: reduced or enlarged, and whether edges are cut."""
     scale = max(wanted[0] / size[0], wanted[1] / size[1])
-    whole = (
-        max(scale * side - room for side, room in zip(size, wanted, strict=True)) < 1
-    )  # less than a pixel is lost
+    lost = max(scale * side - room for side, room in zip(size, wanted, strict=True))  # pixels of a side
+    whole = lost < 1
     if scale > 1:
         return ENLARGED if whole else ENLARGED_AND_CUT
     return REDUCED if whole else REDUCED_AND_CUT

@@ -94,9 +94,7 @@ class SiteData:
     y: Labels  # (N,), −1 = unlabelled
     files: tuple[str, ...]  # (N,): paths in the folder
     problems: tuple[Problem, ...]
-    file_infos: Mapping[
-        FileInfo, int
-    ]  # formats, modes and sizes of the files, with the number of images of each
+    file_infos: Mapping[FileInfo, int]  # the number of images of each format, mode and size
     notes: tuple[str, ...] = ()  # on labels and patients that are ignored
     patients: Patients | None = None  # (N,), 0 = unknown; None: no patient is known
 
@@ -130,15 +128,11 @@ def read_site(
         y, images = y[chosen], images._replace(files=tuple(images.files[k] for k in chosen))
     headers = dicom_headers(images, threads)
     patients = None
-    if wanted.patients is not None:
-        found = folder_patients(wanted.patients, images, labels, secret)
-        for k, header in headers.items() if wanted.patients.dicom else ():
-            found[k] = found[k] or hashed(patient_of(header, images.files[k], wanted.patients), secret)
+    if wanted.patients is None:
+        notes += patient_notes(images, y, headers, labels)
+    else:
+        found = file_patients(wanted.patients, images, headers, labels, secret)
         patients = known_patients(wanted.patients, found, y, images.files, str(path))
-    elif has_column(labels or find_label_file(images.folder)):
-        notes += (NOT_ASKED_FOR,)
-    if wanted.patients is None and (y >= 0).any():
-        notes += tuple(f"{images.files[k]} {ONE_PATIENT}" for k in headers if headers[k].frames > 1)[:1]
     sources = frames_in(images, headers)
     owner = np.array([source.place for source in sources])
     y, patients = y[owner], None if patients is None else patients[owner]
@@ -150,14 +144,35 @@ def read_site(
         if place != k:
             x[place] = x[k]
     problems += [*images.problems, *(problem for one in read for problem in one.problems)]
-    problems.sort(
-        key=lambda problem: problem.path
-    )  # stable: those of one file stay in the order of the rules
+    problems.sort(key=lambda problem: problem.path)  # stable: a file's stay in the order of the rules
     require(bool(kept), f"{path} holds no image that can be read{first_of(problems)}")
     infos = Counter(one.info for one in read if one.info is not None)
     files = tuple(sources[k].name for k in kept)
     patients = None if patients is None else patients[kept]
     return SiteData(x[: len(kept)], y[kept], files, tuple(problems), infos, notes, patients)
+
+
+def file_patients(
+    rule: PatientRule,
+    images: ImageFiles,
+    headers: Mapping[int, DicomHeader],
+    labels: Path | None,
+    secret: bytes,
+) -> Patients:
+    """Returns the patient of each file; of DICOM by its header, if the rule says so and no column has it."""
+    found = folder_patients(rule, images, labels, secret)
+    for k, header in headers.items() if rule.dicom else ():
+        found[k] = found[k] or hashed(patient_of(header, images.files[k], rule), secret)
+    return found
+
+
+def patient_notes(
+    images: ImageFiles, y: Labels, headers: Mapping[int, DicomHeader], labels: Path | None
+) -> tuple[str, ...]:
+    """Returns notes on patients that nobody asks for: they are named, or have several frames in one file."""
+    named = has_column(labels or find_label_file(images.folder))
+    several = [k for k, header in headers.items() if header.frames > 1] if (y >= 0).any() else []
+    return (*([NOT_ASKED_FOR] if named else []), *(f"{images.files[k]} {ONE_PATIENT}" for k in several[:1]))
 
 
 def with_patients(

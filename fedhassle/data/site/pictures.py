@@ -105,9 +105,7 @@ def read_picture(
 
 def _decoded(image: Any, rule: IntensityRule, notes: list[str]) -> Image.Image:
     """Decodes the first frame and rotates it upright."""
-    deep = any(
-        ";16" in str(tile) for tile in image.tile
-    )  # first, since reading the EXIF data of a PNG decodes it
+    deep = any(";16" in str(tile) for tile in image.tile)  # first: to read a PNG's EXIF data decodes it
     frames = getattr(image, "n_frames", 1)
     before = _orientation(image)
     image.load()

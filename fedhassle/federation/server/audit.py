@@ -25,11 +25,7 @@ class Audit(AuditLog):
         """The event of each round, as it was trained last."""
         merged: dict[int, Event] = {}
         for event in self.read():
-            if event["event"] in (
-                "begun",
-                "resumed",
-                "undone",
-            ):  # later rounds do not count
+            if event["event"] in ("begun", "resumed", "undone"):  # later rounds do not count
                 last = event["to"] if event["event"] == "undone" else event["round"]
                 merged = {n: known for n, known in merged.items() if n <= last}
             if event["event"] == "round":

@@ -137,9 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     given = parser.parse_args(words)
     log_to_output()
-    end_with(
-        given.parent_pid, lambda: os._exit(0)
-    )  # at once, whatever it is doing: files are written atomically
+    # At once, whatever it is doing: files are written atomically.
+    end_with(given.parent_pid, lambda: os._exit(0))
     try:
         node = site_node(parse_config_args([given.node_config]))
     except UserError as error:
