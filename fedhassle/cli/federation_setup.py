@@ -21,6 +21,7 @@ from fedhassle.names import counted
 
 if TYPE_CHECKING:
     from fedhassle.federation.agreement import Agreement, DataTerms
+    from fedhassle.federation.setup.folder import FederationFolder
 
 # PyTorch takes seconds to load, cryptography a moment: commands import what they need when they run.
 
@@ -98,10 +99,8 @@ def init(
     the files federation.toml and ca.crt, and nothing else.
     """
     require_flower()
-    from fedhassle.data.site.labels import suspicious_names
-    from fedhassle.federation.agreement import Agreement, agreement_hash
+    from fedhassle.federation.agreement import Agreement
     from fedhassle.federation.setup.init import create_federation
-    from fedhassle.federation.setup.keys import certificate_fingerprint
 
     terms = chosen_terms(classes, like, from_folder, labels, size, channels, intensities)
     terms = replace(
@@ -109,10 +108,21 @@ def init(
         flip=terms.flip if flip is None else flip,
         crop=terms.crop if crop is None else crop,
         patients=terms.patients if patients is None else patients,
+        intensities=intensities,
     )
     agreement = checked_run(Agreement(name, address, terms, chosen_run(words or [], terms)))
-    made = create_federation(agreement, out, also or [])
-    say(f"{name}: {len(terms.class_names)} classes, images of {terms.height}×{terms.width}×{terms.channels}")
+    show_created(agreement, create_federation(agreement, out, also or []))
+
+
+def show_created(agreement: Agreement, made: FederationFolder) -> None:
+    """Prints what a federation has agreed on, and what its coordinator does next."""
+    from fedhassle.data.site.labels import suspicious_names
+    from fedhassle.federation.agreement import agreement_hash
+    from fedhassle.federation.setup.keys import certificate_fingerprint
+
+    terms = agreement.data
+    form = f"{terms.height}×{terms.width}×{terms.channels}"
+    say(f"{agreement.name}: {len(terms.class_names)} classes, images of {form}")
     for doubt in (*suspicious_names(terms.class_names), *([] if terms.patients else [NO_PATIENTS])):
         say(f"note: {doubt}")
     say(f"for every site   {made.agreement}  {made.ca}")
@@ -120,7 +130,7 @@ def init(
     say("read these to each site over the telephone, so that nobody can replace the files on the way:")
     say(f"  hash of the agreement  {agreement_hash(agreement)}")
     say(f"  fingerprint of ca.crt  {certificate_fingerprint(made.ca)}")
-    say(f"next: each site runs fedhassle federation join, and you admit its key to {out}")
+    say(f"next: each site runs fedhassle federation join, and you admit its key to {made.path}")
 
 
 def chosen_terms(
@@ -132,7 +142,7 @@ def chosen_terms(
     channels: int | None,
     intensities: str | None,
 ) -> DataTerms:
-    """Returns the terms for the images, from the options."""
+    """Returns the terms for the images, from the options; `intensities` is for reading those of a folder."""
     from fedhassle.federation.setup import init
 
     ways = [way for way in (classes, like, folder) if way is not None]
@@ -145,14 +155,12 @@ def chosen_terms(
     if classes is not None:
         names = [name.strip() for name in classes.split(",")]
         require(sides is not None, "--classes needs --size, such as --size 64")
-        terms = init.terms_by_classes(names, sides or (0, 0), channels or 3)
-        return replace(terms, intensities=intensities)
-    terms = replace(init.terms_like(like or ""), intensities=intensities)
+        return init.terms_by_classes(names, sides or (0, 0), channels or 3)
+    terms = init.terms_like(like or "")
     if sides is None and channels in (None, terms.channels):
         return terms
     sides = sides or (terms.height, terms.width)
-    terms = init.terms_by_classes(terms.class_names, sides, channels or terms.channels)
-    return replace(terms, intensities=intensities)
+    return init.terms_by_classes(terms.class_names, sides, channels or terms.channels)
 
 
 def parsed_size(size: str) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from fedhassle.terminal import progress_bar, say
 
 if TYPE_CHECKING:
     from fedhassle.data.npz import Images
+    from fedhassle.data.site.folder import SiteData
     from fedhassle.data.site.listing import Problem
     from fedhassle.predict.images import ImageSource
     from fedhassle.predict.model import Prediction, TrainedModel
@@ -124,12 +125,9 @@ def evaluate(
     """
     import numpy as np
 
-    from fedhassle.data.site.fitting import TO_FIT
-    from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients, told_apart
-    from fedhassle.data.site.survey import conversions, skipped
+    from fedhassle.data.site.patients import told_apart
     from fedhassle.files import check_picture
     from fedhassle.predict.diagrams import FORMATS, draw_scores
-    from fedhassle.predict.images import BATCH_SIZE, labelled_images
     from fedhassle.predict.model import resolve_mode
     from fedhassle.predict.scores import as_json as plain
     from fedhassle.predict.scores import score
@@ -143,25 +141,21 @@ def evaluate(
     model = chosen_model(path, which, allow_import).on(device)
     used = [resolve_mode(mode, model.modes)] if mode is not None else list(model.modes)
     errors = Console(stderr=True)
-    with progress_bar(errors, more_than=BATCH_SIZE) as progress:
-        rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
-        site = labelled_images(data, replace(model.form, patients=rule), data_dir, progress)
-    show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
-    predictions, y = predict_all(model, site.x, errors), site.y
+    site = labelled_site(model, data, patients, data_dir, errors)
+    predictions = predict_all(model, site.x, errors)
     people = None if site.patients is None else told_apart(site.patients)
-    scores = {name: score(*predictions[name], y, people) for name in used}
-    counts = {"images": len(y), **({} if people is None else {"patients": len(np.unique(people))})}
+    scores = {name: score(*predictions[name], site.y, people) for name in used}
+    counts = {"images": len(site.y), **({} if people is None else {"patients": len(np.unique(people))})}
     # Files first, so that they are complete even if the output is cut short, as with `| head`.
     if as_json is not None:
         figures = {name: plain(each, model.class_names) for name, each in scores.items()}
         write_json(as_json, {"model": str(path), "data": data, **counts, "predictions": figures})
     if picture is not None:
-        draw_scores(
-            scores, model.class_names, picture, f"{path.name} on {Path(data).name}, {len(y):,} images"
-        )
+        title = f"{path.name} on {Path(data).name}, {len(site.y):,} images"
+        draw_scores(scores, model.class_names, picture, title)
     console = Console()
     tested = " of ".join(counted(count, what[:-1]) for what, count in counts.items())
-    show_scores(scores, model, f"{path} on {data}: {tested}", console, "patients" in counts)
+    show_scores(scores, model, f"{path} on {data}: {tested}", console, people is not None)
     for what, file in (("picture", picture), ("scores", as_json)):
         if file is not None:
             say(console, f"{what:8} {file}")
@@ -219,6 +213,22 @@ def origin_of(model: TrainedModel) -> str:
     score = "" if found is None else f" ({headline} {100 * found:.1f} %)"
     best = f"round {model.about.get('round')}, the best on the sites' validation images{score}"
     return f"{best}; --which last: the last round"
+
+
+def labelled_site(
+    model: TrainedModel, data: str, patients: str | None, data_dir: Path | None, errors: Console
+) -> SiteData:
+    """Reads labelled images in the form of a model; reports problems with their files on `errors`."""
+    from fedhassle.data.site.fitting import TO_FIT
+    from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients
+    from fedhassle.data.site.survey import conversions, skipped
+    from fedhassle.predict.images import BATCH_SIZE, labelled_images
+
+    rule = WHAT_IS_THERE if patients is None else parsed_patients(patients)
+    with progress_bar(errors, more_than=BATCH_SIZE) as progress:
+        site = labelled_images(data, replace(model.form, patients=rule), data_dir, progress)
+    show_problems(skipped(site.problems), conversions(site.problems, TO_FIT), FEW, errors)
+    return site
 
 
 def csv_rows(

@@ -96,16 +96,7 @@ def reproduce(
     for reason in ledger.skipped.values():
         say(console, f"skipped: {reason}")
     if named:
-        make(
-            chosen,
-            selection,
-            ledger,
-            console,
-            together=together,
-            runs=runs,
-            budget=seconds,
-            ray=ray,
-        )
+        make(chosen, selection, ledger, console, together=together, runs=runs, budget=seconds, ray=ray)
     else:
         show_list(chosen, selection, ledger, console)
 
