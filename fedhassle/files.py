@@ -98,7 +98,7 @@ def cache_folder() -> Path:
 
 
 def check_picture(path: Path, formats: Sequence[str]) -> None:
-    """Raises unless the path has the suffix of a supported picture format, in any capitals."""
+    """Raises unless the path has the suffix of a supported picture format, in upper or lower case."""
     known = " or ".join(filter(None, (", ".join(formats[:-1]), formats[-1])))
     require(path.suffix.lower() in formats, f"the picture ends in {known}, got {path.name!r}")
 

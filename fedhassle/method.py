@@ -356,7 +356,7 @@ class Method:
         return state | means
 
     def merges_means(self) -> bool:
-        """Returns true if a round needs only the weighted means of its updates: `merge` is the one above."""
+        """True if a round needs only the weighted means of its updates: `merge` is the one above."""
         return type(self).merge is Method.merge and self.merging is None
 
     def model(self, state: Arrays) -> Arrays:

@@ -88,7 +88,7 @@ class Piece(NamedTuple):
 
 
 class Randomness(NamedTuple):
-    """Where a module takes its random numbers from in training."""
+    """The sources of a module's random numbers in training."""
 
     seeded: bool  # it has dropout, whose masks come from the seed of a step
     globally: bool  # another layer draws from PyTorch's global random state, which all threads share
@@ -214,7 +214,7 @@ class Net:
 
     @cached_property
     def randomness(self) -> Randomness:
-        """Where the module takes random numbers from in training, found by a forward pass."""
+        """The sources of the module's random numbers in training, found by a forward pass."""
         seeded = SeededDropout(torch.zeros((), dtype=torch.int32))
         with drawing, torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()

@@ -51,7 +51,7 @@ def size_in_bytes(arrays: Arrays) -> int:
 def all_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
     """Returns for each group whether all entries are finite."""
     found = iter(each_finite([v for group in groups for v in group]))
-    return [all(list(islice(found, len(group)))) for group in groups]
+    return [all(list(islice(found, len(group)))) for group in groups]  # a list: `all` alone would stop early
 
 
 def each_finite(vectors: Sequence[Tensor]) -> list[bool]:

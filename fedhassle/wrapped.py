@@ -109,7 +109,7 @@ class Wrapped(Method):
         return self.inner.report(scores)
 
     def own_prediction(self, client: str) -> str | None:
-        """The method's own, by the merged model."""
+        """The method's prediction for one client alone."""
         return self.inner.own_prediction(client)
 
     def unsent(self) -> float:

@@ -24,7 +24,7 @@ class Central(FedAvg):
     pooled: ClassVar[tuple[Part, ...]] = ("labelled",)
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """With the steps that the clients would make, unless others are asked for."""
+        """The method with the number of steps that its clients would make, unless another is asked for."""
         known = super().for_run(rounds, clients, drawn)
         if self.steps or not clients:
             return known

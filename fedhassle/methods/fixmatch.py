@@ -53,6 +53,6 @@ class FixMatch(FedAvg):
         return Labelled(self.cross_entropy(z, labelled.y) + self.weight * consistency, y)
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
-        """The strong view is to be what the model itself is sure that the weak one is."""
+        """Cross-entropy of the strong view with the pseudo-label of the model itself for the weak one."""
         y = hard_labels(z_weak, self.confidence)
         return Labelled(self.cross_entropy(z_strong, y), y)

@@ -37,6 +37,6 @@ class FixMatchGlobal(FixMatch):
         return Labelled(self.weight * loss, y)
 
     def consistency(self, z_weak: Tensor, teacher: Model, weak: Tensor, z_strong: Tensor) -> Labelled:
-        """The strong view is to be what the model received is sure that the weak one is."""
+        """Cross-entropy of the strong view with the pseudo-label of the received model for the weak one."""
         y = hard_labels(teacher(weak), self.confidence)
         return Labelled(self.cross_entropy(z_strong, y), y)

@@ -138,7 +138,7 @@ class Hassle(Method):
         return tuple(side for side in trained if client.count(side.part))
 
     def trains_residuals(self, t: int) -> bool:
-        """Returns true if round t trains the residual models."""
+        """True if round t trains the residual models."""
         return self.gra and t > self.warmup
 
     def side_phases(self, side: Side, t: int) -> Iterator[Phase]:

@@ -64,7 +64,7 @@ class HasslePlus(Method):
     }
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """With the run's own start, unless another is asked for."""
+        """The method with the run's own start, unless another is asked for."""
         known = super().for_run(rounds, clients, drawn)
         return known if self.start is not None else replace(known, start=round(LABELS_ALONE * rounds))
 
@@ -73,7 +73,7 @@ class HasslePlus(Method):
         return dict.fromkeys((*MEANS, *MEANS.values()), self.net)
 
     def initial(self, seed: int) -> Arrays:
-        """FedAvg's model, as all that exists by round 1."""
+        """FedAvg's model, for each of those that exist by round 1."""
         names = ("w_S", "m_S") if self.start else (*MEANS, *MEANS.values())
         return dict.fromkeys(names, self.net.initial(seed))
 

@@ -30,7 +30,7 @@ class MixMatch(FedAvg):
     weights: Literal["labels", "samples"] = "labels"
 
     def for_run(self, rounds: int, clients: Sequence[Client] = (), drawn: int = 0) -> Self:
-        """With λ_u that grows to the run's last round, unless it is to stop earlier."""
+        """The method with a λ_u that grows to the run's last round, unless it is to stop earlier."""
         known = super().for_run(rounds, clients, drawn)
         return known if self.rounds else replace(known, rounds=rounds)
 
@@ -73,7 +73,7 @@ class MixMatch(FedAvg):
         distance = (z[len(x) :].softmax(1) - target[len(x) :]).square().mean()
         return Labelled(supervised + self.weight * received["ramp"][0] * distance, guess.argmax(1))
 
-    def mixed(self, x: Tensor, target: Tensor, draw: Tensor) -> Sequence[Tensor]:
-        """Each sample and its target, mixed with those of another: λ' = max(λ, 1 − λ) of its own."""
+    def mixed(self, x: Tensor, target: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+        """Each sample and its target, mixed with another's; its own share is λ' = max(λ, 1 − λ)."""
         share, order = torch.maximum(draw[0], 1 - draw[0]), draw[1:].long()
         return x.lerp(x[order], 1 - share), target.lerp(target[order], 1 - share)

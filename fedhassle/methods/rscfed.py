@@ -50,7 +50,7 @@ class RSCFed(FedAvg):
         return {"w": self.net, "teacher": self.net}
 
     def has_teacher(self, client: Client) -> bool:
-        """Returns true if a client trains on unlabelled data."""
+        """True if a client trains on unlabelled data."""
         return client.kind == "unlabelled" or (client.kind == "partial" and self.partial == "mixed")
 
     def memory(self, client: Client, message: Arrays) -> Arrays:

@@ -154,5 +154,5 @@ def load_labelled(data: str, data_dir: Path | None) -> LabelledImages:
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Tells whether all class names are numbers."""
+    """True if all class names are numbers."""
     return all(name.isdecimal() for name in names)

@@ -116,7 +116,7 @@ def prediction_from(z: Tensor) -> Prediction:
 
 
 def resolve_mode(mode: str, known: tuple[str, ...]) -> str:
-    """Returns the name of a mode, which may be given in any capitals."""
+    """Returns the name of a mode, which may be given in upper or lower case."""
     names = {name.lower(): name for name in known}
     if mode.lower() not in names:
         raise UserError(f"unknown mode {mode!r}: this model predicts with {', '.join(known)}")

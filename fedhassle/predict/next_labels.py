@@ -1,4 +1,4 @@
-"""Which images to label next: those on which a model is least sure, spread over classes and patients."""
+"""The images to label next: those on which a model is least sure, spread over classes and patients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to several runs while they train, for those who watch them."""
+"""The events of several runs while they train, for those who watch them."""
 
 from __future__ import annotations
 

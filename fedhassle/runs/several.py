@@ -49,7 +49,7 @@ def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Ev
 
 
 class Way(NamedTuple):
-    """How a run trains among others; runs that need another way wait for the earlier ones."""
+    """The way in which a run trains among others; runs that need another one wait for the earlier ones."""
 
     engine: Engine  # PyTorch's global switches hold for the whole process
     alone: bool  # in this process: on all cores of a CPU, or on workers that have all devices to themselves

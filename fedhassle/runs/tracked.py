@@ -13,7 +13,7 @@ NOT_TRACKED = ("round", "sites", BY_CLIENT)  # the step itself, and figures of s
 
 
 class Label(NamedTuple):
-    """How a tracker names a run, and finds it among others."""
+    """The name of a run at a tracker, and the tags that find it among others."""
 
     name: str
     group: str | None  # the folder of several runs

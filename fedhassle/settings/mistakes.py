@@ -1,4 +1,4 @@
-"""What is wrong with settings or metadata, in a line for each mistake that pydantic finds."""
+"""Mistakes in settings or metadata that pydantic finds, in a line each."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ RESCALING, WINDOWING = "PixelValueTransformationSequence", "FrameVOILUTSequence"
 
 
 class DicomHeader(NamedTuple):
-    """How many pictures a file holds, and whom they show."""
+    """The number of pictures in a file, and the patient whom they show."""
 
     frames: int
     patient: str  # PatientID: never logged, sent or kept
 
 
 def is_dicom(path: Path) -> bool:
-    """Tells whether a file is a DICOM file, by its suffix or, without one, by its first bytes."""
+    """True if a file is a DICOM file, by its suffix or, without one, by its first bytes."""
     if has_suffix(path):
         return path.suffix.lower() in SUFFIXES
     try:
@@ -58,7 +58,7 @@ def is_dicom(path: Path) -> bool:
 
 
 def has_suffix(path: Path) -> bool:
-    """Tells whether a suffix names the format; the numbers in 1.2.840.1 do not."""
+    """True if a suffix names the format; the numbers in 1.2.840.1 do not."""
     return bool(path.suffix) and not path.suffix[1:].isdecimal()
 
 

@@ -240,7 +240,7 @@ def map_on_threads(
 
 
 def _is_npz(path: Path) -> bool:
-    """Tells whether the path is an .npz file; anything but that or a folder is an error."""
+    """True if the path is an .npz file; anything but that or a folder is an error."""
     if path.is_dir():
         return False
     require(path.exists(), f"{path} does not exist: expected a folder of images, or an .npz")

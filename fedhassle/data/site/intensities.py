@@ -45,7 +45,7 @@ class Window(NamedTuple):
 
 
 class IntensityRule(NamedTuple):
-    """How values become 0 … 255: by one of bits, window, percentiles and the file's own window."""
+    """A rule by which values become 0 … 255: bits, a window, percentiles, or the file's own window."""
 
     text: str  # as the agreement has it
     bits: int = 0

@@ -25,7 +25,7 @@ from fedhassle.names import class_name, counted, escaped, nearest, some_of
 
 COLUMNS = ("file", "label")
 MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "?", "-", "–", "—")  # no label, elsewhere
-UNLABELLED = ("unlabelled", "unlabeled")  # folders, in any capitals
+UNLABELLED = ("unlabelled", "unlabeled")  # folders, in upper or lower case
 TABLES = (".csv", ".tsv", ".xlsx", ".xls", ".ods")  # suffixes of files that may hold labels
 
 
@@ -94,7 +94,7 @@ def natural_order(name: str) -> tuple[bool, int, str]:
 
 
 def _differs(top: str | None, label: int, numbers: Mapping[str, int]) -> bool:
-    """Tells whether a folder stands for another label than this; without known classes, any folder may."""
+    """True if a folder stands for another label than this; without known classes, any folder may."""
     if top is None or _is_unlabelled(top):
         return False
     number = numbers.get(nfc(top))

@@ -76,7 +76,7 @@ def find_images(path: Path, labels: Path | None = None) -> ImageFiles:
 
 
 def find_label_file(folder: Path) -> Path | None:
-    """Returns the label file in a folder, in any capitals, or None."""
+    """Returns the label file in a folder, in upper or lower case, or None."""
     found = sorted(file for file in folder.iterdir() if file.name.lower() == LABEL_FILE)
     require(len(found) < 2, f"{folder} holds {len(found)} label files: {', '.join(f.name for f in found)}")
     for file in found:
@@ -86,7 +86,7 @@ def find_label_file(folder: Path) -> Path | None:
 
 
 def is_ignored(name: str) -> bool:
-    """Tells whether a file or folder is hidden, or left by the operating system."""
+    """True if a file or folder is hidden, or left by the operating system."""
     return name.startswith(".") or name.lower() in SYSTEM_FILES
 
 

@@ -32,7 +32,7 @@ DEEPEST = 100  # folders
 
 
 class PatientRule(NamedTuple):
-    """Where the patient of an image is found if there is no column."""
+    """The place where the patient of an image is found if there is no column."""
 
     text: str  # as the agreement has it
     level: int = 0  # of a folder in the path, from 1; 0: not a folder
@@ -116,7 +116,7 @@ def known_patients(
 
 
 def has_column(label_file: Path | None) -> bool:
-    """Tells whether a label file names patients."""
+    """True if a label file names patients."""
     return label_file is not None and any(row.patient is not None for row in read_labels(label_file))
 
 

@@ -135,7 +135,7 @@ def _check_deep_colours(image: Any, rule: IntensityRule) -> None:
 
 
 def _is_inverted(image: Any) -> bool:
-    """Tells whether 0 is white; not for 8 bits, which Pillow inverts."""
+    """True if 0 is white; not for 8 bits, which Pillow inverts."""
     if image.format != "TIFF" or image.tag_v2.get(PHOTOMETRIC) != WHITE_IS_ZERO:
         return False
     return bool(image.mode == "F" or image.mode.startswith("I;16"))

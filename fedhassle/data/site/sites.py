@@ -30,7 +30,7 @@ Size = tuple[int, int]
 
 
 class SiteImages(NamedTuple):
-    """How the images of sites are read; None: as they are."""
+    """The form in which the images of sites are read; None: as they are."""
 
     size: Size | None = None
     channels: int | None = None

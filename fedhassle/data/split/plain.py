@@ -1,4 +1,4 @@
-"""Who holds which row, in files that anyone can write: CSV, JSON or .npz with row, client and labelled.
+"""Splits in files that anyone can write: CSV, JSON or .npz with row, client and labelled.
 
 Each entry gives a row of the training set, counted from 0, to a client, by name or number. `labelled` is true
 or false; without it every row is labelled. JSON is a list of such entries, or an object with the rows of each

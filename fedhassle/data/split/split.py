@@ -155,7 +155,7 @@ _FIELDS = (
 
 
 def is_plain(path: Path) -> bool:
-    """Tells whether a file is plain; a saved split may have any suffix."""
+    """True if a file is plain; a saved split may have any suffix."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             return path.suffix.lower() in plain.READERS.keys() - {".npz"}

@@ -24,7 +24,7 @@ COARSE = (1.25, 1.5, 1.75, *(2 + n / 4 for n in range(24)), *range(8, 64), 80, 1
 
 
 class Guarantee(Protocol):
-    """What a run promises, and what its rounds spend."""
+    """The promise of a run, and the ε that its rounds spend."""
 
     unit: ClassVar[str]  # whose presence is hidden: a site's, or a sample's
     protects: ClassVar[str]  # what is clipped, in the plural
@@ -55,7 +55,7 @@ def is_noisy(privacy: Guarantee | None) -> bool:
 
 
 Steps = tuple[tuple[float, int], ...]
-"""How often a sample may be drawn: (probability in a step, number of steps)."""
+"""The steps in which a sample may be drawn: (probability in a step, number of steps)."""
 
 
 @lru_cache(maxsize=100_000)

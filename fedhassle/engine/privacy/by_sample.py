@@ -35,7 +35,7 @@ Draws = Callable[[np.random.Generator], np.ndarray]
 
 
 class Mechanism(NamedTuple):
-    """What happens to the gradients of a step."""
+    """The treatment of the gradients of a step."""
 
     clip: float  # C, largest norm of a sample's gradient
     noise: float  # z: the standard deviation of the noise in a sum of gradients is z·C; 0: clip only
@@ -74,7 +74,7 @@ class SamplePrivacy:
 
     @property
     def mechanism(self) -> Mechanism:
-        """What happens to the gradients of a step."""
+        """The treatment of the gradients of a step."""
         return Mechanism(self.clip, self.noise)
 
 

@@ -1,4 +1,4 @@
-"""Which methods can be private by sample: those whose loss is a mean of losses of single samples."""
+"""Checks that a method can be private by sample: its loss must be a mean of losses of single samples."""
 
 from __future__ import annotations
 

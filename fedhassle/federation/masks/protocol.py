@@ -83,12 +83,12 @@ def senders(members: Members, survivors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def threshold(holders: int) -> int:
-    """How many of the holders of shares give a secret back: more than a half."""
+    """The number of shares that give a secret back: those of more than half of their holders."""
     return holders // 2 + 1
 
 
 def points(members: Members) -> dict[str, int]:
-    """Where each site's shares lie on a polynomial."""
+    """The place of each site's shares on a polynomial."""
     return {name: i for i, name in enumerate(sorted(members), 1)}
 
 

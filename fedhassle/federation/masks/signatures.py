@@ -49,7 +49,7 @@ class Signer(NamedTuple):
 
 
 def statement(name: str, context: str, keys: tuple[bytes, bytes]) -> bytes:
-    """What a site signs: its name, the run and round, and its keys for shares and masks."""
+    """The text that a site signs: its name, the run and round, and its keys for shares and masks."""
     cipher, mask = (key.hex() for key in keys)
     return to_json({"masks of": name, "round": context, "cipher": cipher, "mask": mask}).encode()
 

@@ -155,7 +155,7 @@ def with_capped_weights(method: Method, updates: Sequence[Update], share: float,
 
 
 def drop(now: SiteScores, before: Sequence[SiteScores], headline: str) -> float:
-    """How much worse a model is than usual: the median over sites; below 0 if it is not, or nobody can tell.
+    """The drop of a model below its usual accuracy: the median over sites; negative if nobody sees one.
 
     A site's usual accuracy is the median of its last evaluations. Its accuracy now counts as the upper end of
     its 95 % interval, so that a few images cannot tell much. More than half of the sites must see the drop.

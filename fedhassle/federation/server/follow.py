@@ -82,7 +82,7 @@ def followed(
 
 
 def reason(alive: Callable[[], bool]) -> str:
-    """Why a run cannot be followed; empty if it is alive."""
+    """The reason why a run cannot be followed; empty if it is alive."""
     try:
         return "" if alive() else "the run has ended unexpectedly"
     except UserError as error:
