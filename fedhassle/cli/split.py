@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from fedhassle.cli.options import DataDir, Words, parse_request
 from fedhassle.terminal import say
+
+if TYPE_CHECKING:
+    from fedhassle.data.split.table import ClientRow
 
 # PyTorch takes seconds to load: commands import what needs it when they run.
 
@@ -52,7 +55,7 @@ def split(
         result = {
             "hash": made.hash,
             "notes": list(made.notes),
-            "clients": [plain(asdict(row)) for row in rows],
+            "clients": [asdict(row) for row in rows],
         }
         typer.echo(json.dumps(result, indent=1))
         return
@@ -64,16 +67,7 @@ def split(
             say(console, f"{what:8} {file}")
 
 
-def plain(value: Any) -> Any:
-    """Converts NumPy arrays and numbers to plain lists and numbers."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def split_table(rows: Sequence[Any], digest: str) -> Table:
+def split_table(rows: Sequence[ClientRow], digest: str) -> Table:
     """Returns a table of counts and effective classes, with a row per client."""
     shown = Table(
         title=f"split {digest[:12]}: images and classes of each client",

@@ -72,7 +72,7 @@ def read_report(path: Path) -> RunReport:
     """Reads the files of a run, which may still train; raises if it was never evaluated."""
     folder = Folder(path)
     require(folder.audit.exists(), f"{path} is not the folder of a federation's run: it has no audit log")
-    lines = list(json_lines(folder.metrics)) if folder.metrics.exists() else []
+    lines = json_lines(folder.metrics)
     require(bool(lines), f"the run in {path} has not been evaluated yet: try again later")
     audit = Audit(folder.audit)
     found = lines[-1].get("sites", {})

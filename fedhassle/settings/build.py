@@ -32,6 +32,7 @@ from fedhassle.nets import NETS, Net, check_image
 from fedhassle.settings.request import Request
 from fedhassle.settings.schema import (
     DataSettings,
+    PrivacySettings,
     Settings,
     SplitSettings,
     method_class,
@@ -237,10 +238,8 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
     part, and noise must not follow from a seed.
     """
     chosen = settings.privacy
-    require(
-        clients is None or not (chosen.masks or chosen.hide),
-        "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
-    )
+    if clients is not None:
+        require_no_masks(chosen)
     require(
         clients is not None or chosen.unit != "sample",
         "privacy.unit=sample is for simulations (fedhassle run): without it, noise protects whole sites",
@@ -261,10 +260,7 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
 def build_sample_privacy(settings: Settings, walks: tuple[tuple[Walk, ...], ...]) -> SamplePrivacy:
     """The protection of a simulated run's samples, which are walked over in this way."""
     chosen = settings.privacy
-    require(
-        not (chosen.masks or chosen.hide),
-        "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
-    )
+    require_no_masks(chosen)
     noisy = chosen.epsilon is not None or chosen.noise is not None
     require(noisy or chosen.delta is None, NO_NOISE)
     require(
@@ -281,6 +277,14 @@ def build_sample_privacy(settings: Settings, walks: tuple[tuple[Walk, ...], ...]
         return dataclasses.replace(made, noise=noise).epsilon(settings.rounds) or 0.0
 
     return dataclasses.replace(made, noise=least_noise(chosen.epsilon, spends, settings.rounds))
+
+
+def require_no_masks(chosen: PrivacySettings) -> None:
+    """Refuses masks in a simulation."""
+    require(
+        not (chosen.masks or chosen.hide),
+        "privacy.masks and privacy.hide are for a real federation: in a simulation all is in one place",
+    )
 
 
 def rounds_of(settings: Settings, privacy: Guarantee | None) -> int:

@@ -24,13 +24,13 @@ from fedhassle.federation.server.bounds import Bounded, Changes, bounded, with_c
 from fedhassle.federation.server.masked import MaskedRound
 from fedhassle.federation.server.sites import Answers, Sites
 from fedhassle.method import Client, Method, Update
+from fedhassle.nets import CPU
 from fedhassle.predict.scores import wilson
 from fedhassle.runs.record import Evaluation
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-CPU = torch.device("cpu")
 MOST_REPEATS = 3  # times that a round waits for sites that it needs, and asks them again
 
 

@@ -82,10 +82,8 @@ def read_status(folder: FederationFolder) -> Status:
     events, merged = list[Event](), Counter[str]()
     if runs:
         audit = Audit(Folder(Path(runs[0].folder)).audit)
-        events, merged = (
-            audit.read(),
-            Counter(name for names in audit.contributors().values() for name in names),
-        )
+        events = audit.read()
+        merged = Counter(name for names in audit.contributors().values() for name in names)
         found = run_status(runs[0], events)
     known = [
         site_status(name, name in online, one.since, events, merged[name], found)._replace(images=one.images)
@@ -99,7 +97,7 @@ def read_status(folder: FederationFolder) -> Status:
 def run_status(run: calls.StartedRun, events: Sequence[Event]) -> RunStatus:
     """The progress of a run, by the files in its folder."""
     folder = Folder(Path(run.folder))
-    lines = list(json_lines(folder.metrics)) if folder.metrics.exists() else []
+    lines = json_lines(folder.metrics)
     done = [event for event in events if event["event"] == "done"]
     return RunStatus(
         folder=run.folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fedhassle.data.site.folder import Progress, SiteData, read_site
+from fedhassle.data.site.folder import Progress, read_site
 from fedhassle.data.site.survey import skipped
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Agreement, agreement_hash, parsed_address
@@ -29,7 +29,7 @@ def preflight(
     checks = [check_versions(), check_agreement(agreement, expected_hash), check_method(agreement)]
     checks += [check_key(key)]
     checks += check_server(parsed_address(agreement.address), ca, timeout)
-    return [*checks, check_data(data, agreement, labels, progress)[0]]
+    return [*checks, check_data(data, agreement, labels, progress)]
 
 
 # This machine
@@ -110,15 +110,15 @@ def check_key(key: Path) -> Check:
 
 def check_data(
     data: Path, agreement: Agreement, labels: Path | None = None, progress: Progress | None = None
-) -> tuple[Check, SiteData | None]:
-    """Checks that the site's images can be read and have agreed labels; returns the data too, if so."""
+) -> Check:
+    """Checks that the site's images can be read and have agreed labels."""
     try:
         site = read_site(data, agreement.data.form, labels, progress)
     except UserError as error:
-        return Check("data", False, str(error), f"see what is wrong with: fedhassle data check {data}"), None
+        return Check("data", False, str(error), f"see what is wrong with: fedhassle data check {data}")
     labelled = int((site.y >= 0).sum())
     said = f"{counted(len(site.y), 'image')}, {labelled:,} labelled"
     lost = [problem.path for problem in skipped(site.problems)]
     if lost:
         said += f"; {len(lost):,} skipped: {some_of(lost, 3)}"
-    return Check("data", True, said), site
+    return Check("data", True, said)
