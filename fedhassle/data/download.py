@@ -1,5 +1,7 @@
 """Downloads the published files of a data set and stores their images as one .npz file."""
 
+from __future__ import annotations
+
 import hashlib
 import http.client
 import logging
@@ -27,7 +29,7 @@ PAUSE = 1.0  # seconds before the second attempt, twice as long before the third
 TIMEOUT = 30.0  # seconds without a single byte
 CHUNK = 1 << 18  # bytes
 
-LOGGER = logging.getLogger("fedhassle")
+log = logging.getLogger("fedhassle")
 
 Bytes = NDArray[np.uint8]
 Signed = NDArray[np.int8]
@@ -42,8 +44,8 @@ class RawData(NamedTuple):
     y_test: Bytes | Signed
 
 
-# Reads the published files, in the order of their sources, into arrays.
 Reader = Callable[[Sequence[Path]], RawData]
+"""Reads the published files, in the order of their sources, into arrays."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _try_repeatedly(source: Source, url: str, target: Path, progress: bool) -> N
         except _FailedError as failure:
             if not failure.again or attempt == ATTEMPTS:
                 raise
-            LOGGER.warning("%s: %s; trying again", url, failure)
+            log.warning("%s: %s; trying again", url, failure)
             time.sleep(PAUSE * attempt)
 
 
@@ -161,7 +163,7 @@ def _receive(source: Source, url: str, target: Path, progress: bool) -> None:
         )
 
 
-def _md5() -> "hashlib._Hash":
+def _md5() -> hashlib._Hash:
     """Returns a new md5, the published checksum; FIPS systems allow it only with this flag."""
     return hashlib.md5(usedforsecurity=False)
 
@@ -186,7 +188,7 @@ def _chunks(url: str) -> Iterator[bytes]:
 def _progress_bar(source: Source, url: str, progress: bool) -> Iterator[Callable[[int], None]]:
     """Shows a bar on a terminal, or logs one line; yields a function that takes the bytes of each chunk."""
     if not (progress and sys.stderr.isatty()):
-        LOGGER.info("downloading %s (%.1f MB) from %s", source.name, source.length / 1e6, url)
+        log.info("downloading %s (%.1f MB) from %s", source.name, source.length / 1e6, url)
         yield lambda count: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

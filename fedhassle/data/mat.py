@@ -1,5 +1,7 @@
 """Reads the arrays of numbers in a MATLAB file of version 5, the format of SVHN, without SciPy."""
 
+from __future__ import annotations
+
 import struct
 import zlib
 from collections.abc import Iterator

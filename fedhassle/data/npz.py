@@ -1,5 +1,7 @@
 """Reads and checks images and labels in .npz and .npy files."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """The published files of the named data sets: where they are, and how their formats are read."""
 
+from __future__ import annotations
+
 import gzip
 import math
 import tarfile

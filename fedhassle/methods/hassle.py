@@ -118,11 +118,11 @@ class Hassle(Method):
         """Returns the models that the client's phases use and no more (ruling 21)."""
         needed: set[str] = set()
         for side in self.sides(client, t):
-            needed |= {side.dual}
+            needed.add(side.dual)
             needed |= {side.other} if self.mpa else set()
             if self.trains_residuals(t):
                 with_residual = self.residual_target == "with_residual"
-                needed |= {side.residual}
+                needed.add(side.residual)
                 needed |= behind_logits(opposite(side), state) if with_residual else {side.other}
             if side is UNSUPERVISED:  # for the pseudo-labels
                 needed |= behind_logits(SUPERVISED, state)

@@ -25,7 +25,9 @@ MEASURED = (  # tables of a run's metrics
     *("accuracy", "loss", "test_loss", "client_accuracy", "metrics", "bytes_up", "bytes_down"),
 )
 KNOWN: dict[str, tuple[str, ...]] = {  # the names in these tables
-    **{"client_accuracy": OVER_CLIENTS, "bytes_up": KINDS, "bytes_down": KINDS},
+    "client_accuracy": OVER_CLIENTS,
+    "bytes_up": KINDS,
+    "bytes_down": KINDS,
 }
 WHOLE = ("seconds", "bytes_up", "bytes_down")  # metrics of a whole run, and of all kinds of clients
 

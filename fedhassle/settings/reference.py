@@ -121,7 +121,7 @@ def settings_of(method: type[Method]) -> Iterator[Setting]:
     hints = typing.get_type_hints(method, include_extras=True)
     common = {field.name: field.default for field in dataclasses.fields(Method)}
     every = [field for field in dataclasses.fields(method) if field.name != "net"]
-    own = [field for field in every if common.get(field.name, every) != field.default]
+    own = [field for field in every if field.name not in common or common[field.name] != field.default]
     for field in [*own, *(field for field in every if field not in own)]:
         default = None if field.default is dataclasses.MISSING else field.default
         meaning = meaning_of(method, field.name)

@@ -1,5 +1,7 @@
 """Ways to divide one pool of samples among its members, such as the clients of one kind."""
 
+from __future__ import annotations
+
 import math
 import zlib
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The paper's dot picture of a split: the classes of each client, with and without labels."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

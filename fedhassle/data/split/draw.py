@@ -1,5 +1,7 @@
 """Divides a training set among clients: the kinds of split and of annotation."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Layouts: the number of labels at each client, as in the paper or given explicitly."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args

@@ -1,5 +1,7 @@
 """A split of a training set among clients, and its file format."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +32,7 @@ class Split:
         labelled: Sequence[npt.ArrayLike],
         unlabelled: Sequence[npt.ArrayLike] | None = None,
         names: Sequence[str] = (),
-    ) -> "Split":
+    ) -> Split:
         """Returns a split in which client k holds the rows `labelled[k]` and `unlabelled[k]`.
 
         Rows count from 0. By default no row is unlabelled, and clients are called client 1, client 2, ….
@@ -114,7 +116,7 @@ class Split:
             np.savez_compressed(file, **dict(zip(_FIELDS, fields, strict=False)))  # type: ignore[arg-type]
 
     @staticmethod
-    def load(path: str | Path, y: npt.NDArray[np.integer] | None = None) -> "Split":
+    def load(path: str | Path, y: npt.NDArray[np.integer] | None = None) -> Split:
         """Reads a saved split, or a plain CSV, JSON or .npz file with row, client and labelled.
 
         A saved split is checked against its hash. With labels y, errors in a plain file name the line.
@@ -137,8 +139,10 @@ class Split:
             split = Split(labelled, unlabelled, tuple(str(note) for note in fields[5]), own_names)
         except UserError:
             raise
-        except Exception as e:  # other files make zipfile, zlib and NumPy raise many kinds of errors
-            raise UserError(f"{path} is not a split, or is damaged ({e}); make the split again") from e
+        except Exception as error:  # other files make zipfile, zlib and NumPy raise many kinds of errors
+            raise UserError(
+                f"{path} is not a split, or is damaged ({error}); make the split again"
+            ) from error
         counts = {len(labelled), len(unlabelled), len(split.names)}
         if split.hash != str(fields[4]) or len(counts) > 1:
             raise UserError(

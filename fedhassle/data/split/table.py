@@ -1,5 +1,7 @@
 """The table of a split: the data of each client."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

@@ -24,6 +24,10 @@ CONFIRMED, WITHIN, SO_FAR, IN_PART, NOT, UNKNOWN = (
 NEAR = 0.1  # relative difference up to which two values are near each other
 
 
+Evidence = frozenset[tuple[str, tuple[tuple[int, float], ...]]]
+"""The compared values by settings, each with its seed: equal for comparisons of the same runs."""
+
+
 class ComparedSide(NamedTuple):
     """One of the two values of a comparison."""
 
@@ -79,8 +83,8 @@ class Comparison(NamedTuple):
         return abs(self.margin) > found.std
 
     @property
-    def evidence(self) -> frozenset[tuple[str, tuple[tuple[int, float], ...]]]:
-        """The compared values, in any order: two comparisons with the same evidence use the same runs."""
+    def evidence(self) -> Evidence:
+        """The compared values, in any order."""
         return frozenset(
             (side.settings, tuple(sorted(side.values.items()))) for side in (self.high, self.low)
         )
@@ -198,7 +202,7 @@ def measure(shown: Unit) -> str:
 def findings(report: Report) -> list[Finding]:
     """The findings on each claim of the paper; comparisons of the same runs are marked as repeated."""
     found: list[Finding] = []
-    seen: dict[frozenset[tuple[str, tuple[tuple[int, float], ...]]], str] = {}
+    seen: dict[Evidence, str] = {}
     for section in report.sections:
         for claim in section.paper.claims if section.paper is not None else ():
             its = tuple(comparisons_of(claim, section))
