@@ -77,6 +77,20 @@ def test_a_mistake_in_the_file_is_logged_once_and_nothing_changes(watch, caplog)
     assert made.changed().tolist() == [-1, 0, -1, -1]
 
 
+def test_labels_stay_while_the_folder_cannot_be_read(watch, monkeypatch, caplog):
+    """The images are in memory: a network drive that is gone for a while costs no round."""
+    made, write = watch
+
+    def stale(path):
+        raise OSError(116, "Stale file handle", str(path))
+
+    with monkeypatch.context() as gone:
+        gone.setattr(type(made.source.images), "is_dir", stale)
+        assert made.changed() is None and "Stale file handle" in caplog.text
+    write("file,label\n1.png,benign\n")
+    assert made.changed().tolist() == [-1, 0, -1, -1]
+
+
 def test_images_that_come_later_wait_for_a_restart(watch, caplog):
     made, write = watch
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(made.source.images / "new.png")

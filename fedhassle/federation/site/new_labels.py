@@ -84,7 +84,8 @@ class LabelWatch:
     def changed(self) -> Labels | None:
         """Returns the labels of all images if the file has changed; None otherwise.
 
-        A file with a mistake is logged, and the labels stay as they are until it changes again.
+        A file with a mistake is logged, and the labels stay as they are until it changes again; they also
+        stay while the folder cannot be read, such as one on a network drive that comes and goes.
         """
         try:
             found = self.source.stamp()
@@ -92,8 +93,8 @@ class LabelWatch:
                 return None
             self._seen = found
             label = self.source.read(self._identified)
-        except UserError as error:
-            log.warning("the labels have changed and cannot be used, those before stay in use: %s", error)
+        except (UserError, OSError) as error:
+            log.warning("the labels in the file cannot be used, those before stay in use: %s", error)
             return None
         if new := label.keys() - {*self.files, *map(file_of, self.files)}:
             log.info("%d images are not used before the node is restarted, such as %s", len(new), min(new))
