@@ -72,7 +72,10 @@ def update_reference(path: Path) -> None:
     from fedhassle.settings.reference import EVERY, blocks
 
     require(path.suffix == ".md", f"the descriptions of all methods go to a .md file, got {path.name!r}")
-    text = replaced(path.read_bytes().decode("utf-8"), blocks())
+    try:
+        text = replaced(path.read_bytes().decode("utf-8"), blocks())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     if text is None:
         raise UserError(
             f"{path} has no block to replace: mark one with <!-- {EVERY} --> and <!-- /{EVERY} -->"

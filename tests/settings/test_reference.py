@@ -144,11 +144,13 @@ def test_the_blocks_of_a_markdown_file_are_replaced(tmp_path):
         (("hassle", "--toml", "-o", "x.txt"), "ends in .toml"),
         (("-o", "x.txt"), "a .md file"),
         (("-o", "empty.md"), "no block to replace"),
+        (("-o", "latin.md"), "latin.md cannot be read: 'utf-8' codec"),
         (("-o", "nothere.md"), "nothere.md"),
     ],
 )
 def test_errors_of_the_command(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.md").touch()
+    (tmp_path / "latin.md").write_bytes(b"\xe9")
     code, out, err = call("methods", *words)
     assert (code, out) == (2, "") and said in err
