@@ -46,39 +46,56 @@ def followed(
     `alive` tells if the run still exists, since a killed program writes no event; it raises if no server
     answers. `tell` receives the new lines of its log.
     """
-    dead = 0.0
-    audit, log, silence, count = Audit(folder.audit), LogReader(folder.log, start.log), 0.0, start.events
-    known: dict[str, Client] = {}
+    audit, log, silence = Audit(folder.audit), LogReader(folder.log, start.log), Silence(alive)
+    known, count = dict[str, Client](), start.events
     while True:
         events = audit.read()
         for line in log.new_lines():
             tell(line)
         for i, event in enumerate(events):
-            if event["event"] in COUNTED:
+            kind = event["event"]
+            if kind in COUNTED:
                 known[event["site"]] = Client(event["site"], event["labelled"], event["unlabelled"])
             if i < count:
                 continue
-            if event["event"] == "done":
+            if kind == "done":
                 clients = tuple(known[name] for name in event["clients"])
                 yield Step(event["round"], clients, metrics_of(folder, event["round"]))
-            if event["event"] == "stopped" and event["why"] in ACCIDENTS:
-                tell(f"the run has stopped: {event['why']}")
-            elif event["event"] == "stopped":
-                raise UserError(f"the run has stopped: {event['why']}")
-            if event["event"] == "finished":
+            elif kind == "stopped":
+                said = f"the run has stopped: {event['why']}"
+                if event["why"] not in ACCIDENTS:
+                    raise UserError(said)
+                tell(said)
+            elif kind == "finished":
                 return
-        silence = 0.0 if len(events) > count else silence + POLL
+        why = silence.after_look(news=len(events) > count)
         count = max(count, len(events))
-        dead = dead if silence else 0.0
-        if silence > SILENCE:
-            why, dead, silence = reason(alive), dead + silence, 0.0
-            if not why:
-                dead = 0.0
-            elif dead > PATIENCE and len(audit.read()) == count:
-                raise UserError(f"{why}; {folder.path} can be resumed")
-            elif dead <= 2 * SILENCE:
-                tell(f"{why}; waiting for the server to resume it")
+        if why and silence.dead > PATIENCE and len(audit.read()) == count:
+            raise UserError(f"{why}; {folder.path} can be resumed")
+        if why and silence.dead <= 2 * SILENCE:
+            tell(f"{why}; waiting for the server to resume it")
         pause(POLL)
+
+
+class Silence:
+    """Measures how long a run has written no event, and asks whether it is alive when that is long."""
+
+    def __init__(self, alive: Callable[[], bool]) -> None:
+        self.alive = alive
+        self.dead = 0.0  # seconds for which the run has not been alive
+        self._silent = 0.0  # seconds since its last event, or since the last question
+
+    def after_look(self, news: bool) -> str:
+        """The reason why the run cannot be followed, if it has been silent for long; else empty."""
+        if news:
+            self._silent = self.dead = 0.0
+            return ""
+        self._silent += POLL
+        if self._silent <= SILENCE:
+            return ""
+        why = reason(self.alive)
+        self.dead, self._silent = self.dead + self._silent if why else 0.0, 0.0
+        return why
 
 
 def reason(alive: Callable[[], bool]) -> str:
