@@ -60,17 +60,13 @@ def result_table(section: Section) -> ResultTable:
     rows = [names.index(name) for name in experiment.rows]
     rows += [i for i in range(len(names)) if i not in (*rows, *columns)]
     across = combinations(section.results, columns)
-    metrics = None if columns else known_metrics(section.results)
-    headings = (
-        [
-            tuple(
-                heading(experiment.axes[i].label, choice) for i, choice in zip(columns, choices, strict=True)
-            )
-            for choices in across
-        ]
-        if metrics is None
-        else [(metric_label(metric),) for metric in metrics]
-    )
+    labels = [experiment.axes[i].label for i in columns]
+    if columns:
+        metrics = None
+        headings = [tuple(map(heading, labels, choices)) for choices in across]
+    else:
+        metrics = known_metrics(section.results)
+        headings = [(metric_label(metric),) for metric in metrics]
     lines: list[TableRow] = []
     for choices in combinations(section.results, rows):
         its = [one for one in section.results if picked(one, rows) == choices]
@@ -83,7 +79,6 @@ def result_table(section: Section) -> ResultTable:
     stub = tuple(experiment.axes[i].label for i in rows) or ("prediction",)
     if experiment.show == "ranking":
         return ResultTable(stub, tuple(headings), ranked(lines), by_row=False)
-    labels = [experiment.axes[i].label for i in columns]
     named = [
         label for label in labels if not any(word.startswith(f"{label} = ") for word in chain(*headings))
     ]
