@@ -65,6 +65,11 @@ def brief(value: object, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 4) :]}"
 
 
+def truncated(text: str, most: int) -> str:
+    """Returns a text cut to at most so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def described(value: object) -> str:
     """Says what a value is, without its contents: Tensor of shape (3, 4)."""
     shape = getattr(value, "shape", None)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from fedhassle.names import truncated
 from fedhassle.reproduce.report.markup import tag
 
 WIDTH, ROW, TOP, BOTTOM = 680.0, 26.0, 10.0, 44.0
@@ -26,7 +27,7 @@ class IntervalRow(NamedTuple):
 
 def draw_intervals(title: str, rows: Sequence[IntervalRow], overall: float) -> Markup:
     """A dot with its interval for each row, a diamond for its confidence, and a line for all of them."""
-    left = 16 + LETTER * max(len(shortened(row.name)) for row in rows)
+    left = 16 + LETTER * max(len(truncated(row.name, LONGEST)) for row in rows)
     base = TOP + ROW * len(rows)
 
     def across(share: float) -> float:
@@ -70,13 +71,8 @@ def drawn(row: IntervalRow, y: float, left: float, across: Callable[[float], flo
         outline = f"M{x:.1f},{y - 6:.1f} l6,6 -6,6 -6,-6Z"
         marks.append(tag("path", d=outline, class_="confidence"))
     marks.append(tag("circle", cx=across(row.share), cy=y, r=4.5))
-    name = tag("text", shortened(row.name), x=left - 10, y=y + 4, text_anchor="end", class_="name")
+    name = tag("text", truncated(row.name, LONGEST), x=left - 10, y=y + 4, text_anchor="end", class_="name")
     return tag("g", *marks, name, class_="series c0")
-
-
-def shortened(name: str) -> str:
-    """A name cut to the room beside the picture."""
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
 
 
 def in_words(row: IntervalRow) -> str:

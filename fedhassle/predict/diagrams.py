@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedhassle.data.split.dots import shortened
 from fedhassle.files import atomic, check_picture
+from fedhassle.names import truncated
 from fedhassle.predict.scores import Scores
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5F5F5F"  # colour-blind safe (Okabe and Ito)
@@ -43,7 +43,7 @@ def draw_confusion(axes: Axes, scores: Scores, class_names: Sequence[str], name:
             ink = "white" if shares[true, predicted] > 0.5 else "black"
             axes.text(predicted, true, f"{count:,}", ha="center", va="center", fontsize=7, color=ink)
     if len(counts) <= MOST_NAMES:
-        shown = [shortened(each, LONGEST_NAME) for each in class_names]
+        shown = [truncated(each, LONGEST_NAME) for each in class_names]
         axes.set_xticks(range(len(counts)), shown, rotation=90, fontsize=7, parse_math=False)
         axes.set_yticks(range(len(counts)), shown, fontsize=7, parse_math=False)
     axes.set(xlabel="predicted", ylabel="true")

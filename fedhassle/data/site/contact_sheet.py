@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from fedhassle.data.npz import Images, Labels
 from fedhassle.data.site.folder import SiteData
-from fedhassle.data.split.dots import shortened
+from fedhassle.data.split.dots import LONGEST_NAME
 from fedhassle.files import atomic, check_picture
+from fedhassle.names import truncated
 
 EXAMPLES = 10  # per class
 CELL = 0.6  # inches, the longer side of an image
@@ -24,7 +25,7 @@ def draw_examples(site: SiteData, class_names: Sequence[str], path: Path) -> Non
     """Draws a row of examples and the number of images for each class; images without a label come last."""
     check_picture(path, FORMATS)
     labels = [*range(len(class_names)), *([-1] if (site.y < 0).any() else [])]
-    names = [shortened(class_names[k]) if k >= 0 else "unlabelled" for k in labels]
+    names = [truncated(class_names[k], LONGEST_NAME) if k >= 0 else "unlabelled" for k in labels]
     texts = [f"{name}  {np.count_nonzero(site.y == k):,}" for k, name in zip(labels, names, strict=True)]
     sheet, pitch = _sheet([site.x[examples_of(site.y, k)] for k in labels], site.x.shape[1:])
     inches = CELL / max(site.x.shape[1:3])  # per pixel
@@ -53,7 +54,7 @@ def _sheet(rows: Sequence[Images], shape: tuple[int, ...]) -> tuple[Images, int]
     """Returns all examples as one RGB picture on white, and the distance of its rows in pixels."""
     height, width, _ = shape
     gap = max(1, round(GAP * max(height, width)))
-    columns = max(1, *(len(row) for row in rows)) if rows else 1
+    columns = max([1, *map(len, rows)])
     size = (max(1, len(rows)) * (height + gap), columns * (width + gap), 3)
     sheet = np.full(size, 255, np.uint8)
     for i, row in enumerate(rows):

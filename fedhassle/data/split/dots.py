@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from fedhassle.data.split.table import ClientRow
 from fedhassle.errors import UserError
 from fedhassle.files import atomic, check_picture
+from fedhassle.names import truncated
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"full": "#D55E00", "partial": "#0072B2", "unlabelled": "#5F5F5F"}
@@ -60,16 +61,11 @@ def draw_split(
 
 
 def shown_names(class_names: Sequence[str], cell: float) -> list[str]:
-    """Returns the shortened class names, or none if they would be crowded or are numbers."""
+    """Returns the class names, truncated, or none if they would be crowded or are numbers."""
     crowded = len(class_names) > MOST_NAMES or cell < TICKS_APART
     if crowded or all(name.isdecimal() for name in class_names):
         return []
-    return [shortened(name) for name in class_names]
-
-
-def shortened(name: str, most: int = LONGEST_NAME) -> str:
-    """Returns a class name cut to a given length."""
-    return name if len(name) <= most else name[: most - 1] + "…"
+    return [truncated(name, LONGEST_NAME) for name in class_names]
 
 
 def _width(name: str) -> float:
