@@ -10,7 +10,7 @@ import torch
 
 from fedhassle.engine.privacy.account import ORDERS, accountant, noise_for, rounds_within, spent
 from fedhassle.engine.privacy.by_site import (
-    Privacy,
+    SitePrivacy,
     clipped_updates,
     expected_counts,
     private_means,
@@ -75,7 +75,7 @@ def test_private_means_are_sums_over_fixed_counts_with_noise_on_every_model():
     state = {"w": torch.tensor([1.0]), "u": torch.tensor([1.0]), "v": torch.tensor([1.0])}
     counts = {"w": 2.5, "u": 1.0, "v": 4.0}
     updates = [update(ANN, w=[4.0], u=[5.0]), update(BOB, w=[2.0])]
-    found = private_means(Privacy(2.0, 0.5), Plain(), state, updates, counts, np.random.default_rng(7))
+    found = private_means(SitePrivacy(2.0, 0.5), Plain(), state, updates, counts, np.random.default_rng(7))
     noise = np.random.default_rng(7).standard_normal(3)  # one number for each model, in order
     sums = np.array([3 * 2 / 5 + 1, 4 * 2 / 5, 0.0]) + 0.5 * 2.0 * noise
     expected = 1 + sums / np.array([2.5, 1.0, 4.0])
@@ -88,7 +88,7 @@ def test_one_site_moves_the_sum_by_at_most_the_bound_whatever_it_sends():
     for size in (1e-3, 1.0, 1e6, 3e38):
         with_ann = [*others, update(ANN, w=[size] * 4, u=[-size] * 4)]
         a, b = (
-            private_means(Privacy(0.7, 1.0), Plain(), state, us, counts, np.random.default_rng(1))
+            private_means(SitePrivacy(0.7, 1.0), Plain(), state, us, counts, np.random.default_rng(1))
             for us in (others, with_ann)
         )
         assert joint_norm({k: a[k] - b[k] for k in a}) <= 0.7 + 1e-5
@@ -114,7 +114,7 @@ def test_noise_leaves_a_network_that_can_predict():
     net = small.net(small.ConvNet)
     method = FedAvg(net)
     state = method.initial(0)
-    found = private_means(Privacy(1.0, 1000.0), method, state, [], {"w": 1.0}, np.random.default_rng(0))
+    found = private_means(SitePrivacy(1.0, 1000.0), method, state, [], {"w": 1.0}, np.random.default_rng(0))
     assert torch.isfinite(net.logits(found["w"], torch.zeros(2, *net.shape))).all()
     torch.testing.assert_close(net.projected(state["w"]), state["w"], rtol=0, atol=0)
 
@@ -125,11 +125,11 @@ def test_noise_leaves_a_network_that_can_predict():
 def test_clients_are_drawn_by_chance_if_their_secrecy_counts():
     """A Poisson sample of 20 clients at rate 0.4: 8 on average, of variance 20·0.4·0.6."""
     clients = tuple(Client(f"client {k}", 1, 0) for k in range(20))
-    plan = Plan(500, 8, 0, Privacy(1.0, 1.0, rate=0.4))
+    plan = Plan(500, 8, 0, SitePrivacy(1.0, 1.0, rate=0.4))
     sizes = [len(select(clients, plan, t)) for t in range(500)]
     assert statistics.fmean(sizes) == pytest.approx(8, abs=5 * math.sqrt(4.8 / 500))
     assert statistics.variance(sizes) == pytest.approx(4.8, rel=0.4)
-    assert all(len(select(clients, plan._replace(privacy=p), 1)) == 8 for p in (None, Privacy(1.0, 1.0)))
+    assert all(len(select(clients, plan._replace(privacy=p), 1)) == 8 for p in (None, SitePrivacy(1.0, 1.0)))
 
 
 class Nobody:
@@ -147,7 +147,7 @@ class Nobody:
 
 def test_a_round_in_which_nobody_is_drawn_still_gets_noise():
     state = FedAvg(NET).initial(0)
-    plan = Plan(1, 1, 0, Privacy(1.0, 1.0, rate=1e-9))
+    plan = Plan(1, 1, 0, SitePrivacy(1.0, 1.0, rate=1e-9))
     done = next(federate(FedAvg(NET), Nobody(), plan, state))
     assert done.clients == () and not torch.equal(done.state["w"], state["w"])
 
@@ -206,8 +206,8 @@ def test_without_sampling_the_bound_is_just_above_the_exact_value(noise, rounds)
 def test_what_is_spent_falls_with_noise_and_grows_with_rounds_rate_and_lost_rounds():
     assert spent(2, 0.4, 10, 1e-5) < spent(1, 0.4, 10, 1e-5) < spent(1, 0.4, 11, 1e-5)
     assert spent(1, 0.2, 10, 1e-5) < spent(1, 0.4, 10, 1e-5) < spent(1, 1.0, 10, 1e-5)
-    assert Privacy(1.0, 2.0, lost=3).epsilon(7) == Privacy(1.0, 2.0).epsilon(10)
-    assert Privacy(1.0).epsilon(5) is None
+    assert SitePrivacy(1.0, 2.0, lost=3).epsilon(7) == SitePrivacy(1.0, 2.0).epsilon(10)
+    assert SitePrivacy(1.0).epsilon(5) is None
     assert spent(1, 1.0, 0, 1e-5) == 0
 
 
@@ -218,7 +218,7 @@ def test_noise_for_a_budget_is_the_least_that_keeps_it(epsilon):
 
 
 def test_a_budget_allows_the_most_rounds_that_keep_it():
-    privacy = Privacy(1.0, 2.0, rate=0.4)
+    privacy = SitePrivacy(1.0, 2.0, rate=0.4)
     t = rounds_within(4.0, privacy, 100)
     assert 0 < t < 100
     assert privacy.epsilon(t) <= 4.0 < privacy.epsilon(t + 1)

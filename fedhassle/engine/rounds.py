@@ -11,7 +11,7 @@ import numpy as np
 from fedhassle.data.split.layout import Kind
 from fedhassle.engine.privacy.by_sample import SamplePrivacy
 from fedhassle.engine.privacy.by_site import (
-    Privacy,
+    SitePrivacy,
     clipped_updates,
     drawn_by_chance,
     expected_counts,
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     rounds: int = 200  # T
     clients_per_round: int = 8  # C
     seed: int = 0
-    privacy: Privacy | SamplePrivacy | None = None
+    privacy: SitePrivacy | SamplePrivacy | None = None
     required: Required = NOBODY
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedhassle.data.dataset import Dataset, default_net
 from fedhassle.engine.device import Engine
-from fedhassle.engine.privacy.by_site import Privacy, require_means
+from fedhassle.engine.privacy.by_site import SitePrivacy, require_means
 from fedhassle.engine.rounds import Required
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, run_request
@@ -63,7 +63,7 @@ def agreed_method(settings: Settings, dataset: Dataset) -> Method:
     return method.for_run(rounds_of(settings, agreed_privacy(settings, method)))
 
 
-def agreed_privacy(settings: Settings, method: Method) -> Privacy | None:
+def agreed_privacy(settings: Settings, method: Method) -> SitePrivacy | None:
     """The protection of updates in a federation's run, None if there is none."""
     privacy = build_privacy(settings)
     if privacy is not None or settings.privacy.masks:

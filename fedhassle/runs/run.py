@@ -15,7 +15,7 @@ from fedhassle.data.dataset import Dataset
 from fedhassle.data.split.split import Split, pooled
 from fedhassle.engine.cluster import LOCAL, allocation_of, require_ray, require_room, this_machine
 from fedhassle.engine.privacy.by_sample import BySample, SamplePrivacy, walks_of
-from fedhassle.engine.privacy.by_site import Privacy, require_means
+from fedhassle.engine.privacy.by_site import SitePrivacy, require_means
 from fedhassle.engine.privacy.separable import require_separable
 from fedhassle.engine.rounds import NOBODY, Plan, Required, select
 from fedhassle.engine.simulator import clients_of
@@ -63,7 +63,7 @@ class Run:
     dataset: Dataset
     split: Split
     method: Method
-    privacy: Privacy | SamplePrivacy | None = None
+    privacy: SitePrivacy | SamplePrivacy | None = None
     required: Required = NOBODY
     share: int = 1  # on a CPU: of its threads, one in so many is its own; other runs have the rest
 
@@ -216,7 +216,7 @@ def rounds_before(settings: Settings, split: Split) -> int:
 
 def protected(
     settings: Settings, method: Method, split: Split
-) -> tuple[Method, Privacy | SamplePrivacy | None]:
+) -> tuple[Method, SitePrivacy | SamplePrivacy | None]:
     """The method of a simulated run as its privacy has it, and that privacy."""
     if settings.privacy.unit == "sample":
         return protected_by_sample(settings, method, split)

@@ -24,7 +24,7 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.metrics import Metric
 from fedhassle.engine.privacy.account import Guarantee, least_noise, noise_for, rounds_within
 from fedhassle.engine.privacy.by_sample import SamplePrivacy, Walk
-from fedhassle.engine.privacy.by_site import Privacy
+from fedhassle.engine.privacy.by_site import SitePrivacy
 from fedhassle.errors import UserError, require
 from fedhassle.method import Method
 from fedhassle.names import find, some_of
@@ -231,7 +231,7 @@ def build_method(name: str, values: Mapping[str, Any], net: Net) -> Method:
         raise UserError(f"method.{error}") from error
 
 
-def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | None:
+def build_privacy(settings: Settings, clients: int | None = None) -> SitePrivacy | None:
     """The protection of a run's updates, None if there is none; `clients`: of a simulation.
 
     A simulation draws its clients in secret, which counts; in a federation the coordinator knows who takes
@@ -247,14 +247,15 @@ def build_privacy(settings: Settings, clients: int | None = None) -> Privacy | N
     require(chosen.masks or not chosen.hide, "privacy.hide needs privacy.masks=true")
     if chosen.epsilon is None and chosen.noise is None:
         require(chosen.delta is None, NO_NOISE)
-        return None if chosen.clip is None else Privacy(chosen.clip)
+        return None if chosen.clip is None else SitePrivacy(chosen.clip)
     delta = DELTA if chosen.delta is None else chosen.delta
     rate = 1.0 if clients is None else min(1.0, settings.clients_per_round / clients)
     noise = chosen.noise
     if noise is None:
         assert chosen.epsilon is not None
         noise = noise_for(chosen.epsilon, rate, settings.rounds, delta)
-    return Privacy(CLIP if chosen.clip is None else chosen.clip, noise, delta, rate, secret=clients is None)
+    clip = CLIP if chosen.clip is None else chosen.clip
+    return SitePrivacy(clip, noise, delta, rate, secret=clients is None)
 
 
 def build_sample_privacy(settings: Settings, walks: tuple[tuple[Walk, ...], ...]) -> SamplePrivacy:

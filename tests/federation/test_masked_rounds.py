@@ -9,7 +9,7 @@ import small
 import torch
 
 from fedhassle.engine.privacy.account import spent
-from fedhassle.engine.privacy.by_site import Privacy
+from fedhassle.engine.privacy.by_site import SitePrivacy
 from fedhassle.engine.rounds import Averages, Plan, federate
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import read_agreement
@@ -123,7 +123,7 @@ def test_two_sites_are_too_few_for_masks(tmp_path):
 def test_updates_are_clipped_at_the_site_and_the_sum_is_checked(tmp_path):
     """With a bound of 0.01 the mean moves by at most that, and equals the mean of clipped plain updates."""
     run = "privacy.clip = 0.01\n"
-    (plain,), _ = rounds(tmp_path / "plain", "fedavg", run, privacy=Privacy(0.01))
+    (plain,), _ = rounds(tmp_path / "plain", "fedavg", run, privacy=SitePrivacy(0.01))
     (masked,), _ = rounds(tmp_path / "masked", "fedavg", run + MASKS)
     assert (plain.state["w"] - masked.state["w"]).abs().max() < 1e-7
     start = federations.method_named("fedavg").initial(0)
@@ -177,7 +177,7 @@ def test_the_sites_noise_adds_up_to_what_the_account_assumes(tmp_path):
     norm 1e-6, and the network has some 100 weights a layer, whose noise is measured.
     """
     run = "privacy.noise = 3.0\nprivacy.clip = 1e-6\n" + MASKS
-    (done,), _ = rounds(tmp_path, "fedavg", run, privacy=Privacy(1e-6, 3.0))
+    (done,), _ = rounds(tmp_path, "fedavg", run, privacy=SitePrivacy(1e-6, 3.0))
     net = small.net()
     start = federations.method_named("fedavg").initial(0)["w"]
     noise = (done.state["w"] - start).double()[: net.n_weights]

@@ -25,7 +25,7 @@ from fedhassle.vectors import Arrays
 
 
 @dataclass(frozen=True)
-class Privacy:
+class SitePrivacy:
     """The protection of a run's updates."""
 
     clip: float  # C, largest norm of a site's update, over all its models
@@ -73,7 +73,7 @@ def clipped_updates(updates: Sequence[Update], state: Arrays, bound: float) -> l
 
 
 def private_means(
-    privacy: Privacy,
+    privacy: SitePrivacy,
     method: Method,
     state: Arrays,
     updates: Sequence[Update],

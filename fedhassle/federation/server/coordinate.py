@@ -19,7 +19,7 @@ import tomli_w
 from fedhassle.data.site.folder import read_site
 from fedhassle.data.split.split import Split
 from fedhassle.engine.client_state import ClientState
-from fedhassle.engine.privacy.by_site import Privacy
+from fedhassle.engine.privacy.by_site import SitePrivacy
 from fedhassle.errors import require
 from fedhassle.federation.agreement import Agreement, agreement_hash
 from fedhassle.federation.build import (
@@ -147,7 +147,7 @@ def prepared(folder: Folder, agreement: Agreement) -> Run:
 
 def with_lost_rounds(run: Run, audit: Audit, t: int) -> Run:
     """The run with the rounds after t that a crash has undone: sites saw their models, so they count."""
-    if not isinstance(run.privacy, Privacy):
+    if not isinstance(run.privacy, SitePrivacy):
         return run
     return replace(run, privacy=replace(run.privacy, lost=audit.rounds_trained() - t))
 
