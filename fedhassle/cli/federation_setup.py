@@ -154,8 +154,9 @@ def chosen_terms(
         return init.terms_of_folder(folder, labels, sides, channels, intensities)
     if classes is not None:
         names = [name.strip() for name in classes.split(",")]
-        require(sides is not None, "--classes needs --size, such as --size 64")
-        return init.terms_by_classes(names, sides or (0, 0), channels or 3)
+        if sides is None:
+            raise UserError("--classes needs --size, such as --size 64")
+        return init.terms_by_classes(names, sides, channels or 3)
     terms = init.terms_like(like or "")
     if sides is None and channels in (None, terms.channels):
         return terms

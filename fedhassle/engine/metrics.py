@@ -93,8 +93,9 @@ def measured(name: str, metric: Metric, seen: Predictions) -> dict[str, float | 
         fits = isinstance(key, str) and bool(key.strip()) and not has_controls(key)
         require(fits, f"metric {name} names a number {brief(key)}: expected a text")
         number = math.nan if value is None else as_number(value)
-        require(number is not None, f"metric {name} returns {described(value)} for {key!r}; {expected}")
-        numbers[key] = number if number is not None and math.isfinite(number) else None
+        if number is None:
+            raise UserError(f"metric {name} returns {described(value)} for {key!r}; {expected}")
+        numbers[key] = number if math.isfinite(number) else None
     return numbers
 
 

@@ -98,8 +98,8 @@ def _checked_classes(class_names: tuple[str, ...]) -> tuple[str, ...]:
         require(fits, f"{name!r} cannot name a class: it is empty, or has spaces around it")
         require(name.lower() not in UNLABELLED, f"{name!r} cannot name a class: it means 'no label'")
     names = [nfc(name) for name in class_names]
-    twice = [name for name in names if names.count(name) > 1]
-    require(not twice, f"{twice[0]!r} is there twice" if twice else "")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"{twice!r} is there twice")
     return class_names
 
 

@@ -135,13 +135,13 @@ class Masker:
             f"masks need at least {LEAST_SITES} sites in a round, and there are {len(members)}",
         )
         mine = members.get(self.name)
-        require(mine is not None and mine[:2] == self._public_keys(), "the server changed this site's keys")
+        if mine is None or mine[:2] != self._public_keys():
+            raise UserError("the server changed this site's keys")
         for peer, member in members.items():
             if self._signer is not None and peer != self.name:
                 self._signer.require_signed(peer, self.context, member[:2], member.signature)
         keys = [key for member in members.values() for key in (member.cipher, member.mask)]
         require(len(set(keys)) == len(keys), "two sites of this round have the same key")
-        assert mine is not None
         self.members, self._near = dict(members), neighbours(members)
         self._bound = bound(members, self.context)
         self._seeds = {model: secrets.token_bytes(SECRET) for model in mine.models}

@@ -89,11 +89,11 @@ def admit_site(folder: Path, name: str, key: str, images: int | None = None) -> 
                 f"it, first run fedhassle federation expel {name}"
             )
         expelled = next((one.since for one in record.expelled if one.key == key), None)
-        require(
-            expelled is None,
-            f"this key was expelled on {(expelled or '')[:10]} and cannot come back: the site deletes its "
-            "private key, runs fedhassle federation join again, and sends you the new public key",
-        )
+        if expelled is not None:
+            raise UserError(
+                f"this key was expelled on {expelled[:10]} and cannot come back: the site deletes its "
+                "private key, runs fedhassle federation join again, and sends you the new public key"
+            )
         site = sites[before] if before else AdmittedSite(key, _now())
         site = replace(site, images=site.images if images is None else images)
         others = {known: other for known, other in sites.items() if known != before}

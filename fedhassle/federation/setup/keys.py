@@ -112,11 +112,10 @@ def read_site_key(key: Path) -> ec.EllipticCurvePrivateKey:
         made = serialization.load_ssh_private_key(_bytes(key), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{key} is not an OpenSSH private key without passphrase: {error}") from error
-    require(
-        isinstance(made, ec.EllipticCurvePrivateKey) and isinstance(made.curve, CURVES),
-        f"{key} is a key of another kind: expected one that `fedhassle federation join` made (ECDSA)",
-    )
-    assert isinstance(made, ec.EllipticCurvePrivateKey)
+    if not isinstance(made, ec.EllipticCurvePrivateKey) or not isinstance(made.curve, CURVES):
+        raise UserError(
+            f"{key} is a key of another kind: expected one that `fedhassle federation join` made (ECDSA)"
+        )
     return made
 
 
@@ -212,8 +211,8 @@ def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = serialization.load_pem_private_key(_bytes(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is not a private key without passphrase: {error}") from error
-    require(isinstance(key, ec.EllipticCurvePrivateKey), f"{path} is a key of another kind: expected ECDSA")
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{path} is a key of another kind: expected ECDSA")
     return key
 
 

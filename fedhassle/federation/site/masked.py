@@ -75,9 +75,6 @@ class MaskedRounds:
 
     def _reveal(self, words: Mapping[str, Any]) -> Payload:
         survivors = words.get("survivors")
-        require(
-            isinstance(survivors, list) and all(isinstance(name, str) for name in survivors),
-            "the server sent no list of survivors",
-        )
-        assert isinstance(survivors, list)
+        if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
+            raise UserError("the server sent no list of survivors")
         return Payload({"revealed": revealed_words(self._masker.reveal(survivors))})
