@@ -1,7 +1,10 @@
 """The status of a server: as values, as metrics, and as a page in a browser."""
 
+import http.client
 import re
 import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 from browser import browser, executable
 from federations import Flying, network, terms
+from small import LIMIT
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address, parsed_address, write_agreement
@@ -121,6 +125,25 @@ def test_the_page_is_read_only_and_for_this_machine(place):
         assert answer(place, method=method)[0] == 501
     assert answer(place, Host="evil.example:80")[0] == 403  # a name that leads to this machine
     assert answer(place, Host=f"localhost:{place.rpartition(':')[2]}")[0] == 200
+
+
+def test_a_caller_that_hangs_up_leaves_no_traceback(place, monkeypatch, capsys):
+    """On the coordinator's screen, whenever a program looks which ports are open."""
+    seen, handle = threading.Event(), monitor.Monitor.handle_error
+    monkeypatch.setattr(monitor.Monitor, "handle_error", lambda *words: (handle(*words), seen.set()))
+    with socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2]))) as caller:
+        caller.sendall(b"GET")
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes by a reset
+    assert seen.wait(LIMIT) and capsys.readouterr().err == ""
+    assert answer(place)[0] == 200
+
+
+def test_an_error_of_the_page_is_a_line_in_the_log(place, monkeypatch, caplog, capsys):
+    monkeypatch.setattr(monitor, "status_page", lambda *words: 1 / 0)
+    with pytest.raises(http.client.RemoteDisconnected):
+        answer(place)
+    assert "the status page cannot be sent: ZeroDivisionError" in caplog.text
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_an_old_status_is_not_up_and_no_error_ends_the_watch(folder, monkeypatch, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -146,6 +147,12 @@ class Monitor(ThreadingHTTPServer):
         """The last status; if it is old, the server does not answer."""
         last = self.status
         return last._replace(up=False) if last and time.time() - last.time > STALE else last
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs an error in a line, and no caller that hangs up; the base class prints tracebacks."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            log.warning("the status page cannot be sent: %s: %s", type(error).__name__, error)
 
     def end(self) -> None:
         """Ends the threads."""
