@@ -25,8 +25,8 @@ ADVICE = (
     "define it there again and resume with fedhassle.run(out=FOLDER); a run whose code is in a file (in a "
     "notebook: %%writefile my_file.py) can be resumed and used anywhere"
 )
-_importing: list[str] = []  # modules of a user that are being imported
 LIKE = 0.6  # how much of two names agrees before one is suggested for the other: 1 = all of it
+_importing: list[str] = []  # modules of a user that are being imported
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

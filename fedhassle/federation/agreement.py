@@ -161,10 +161,8 @@ class DataTerms:
     coarse_counts: StrictBool = False  # sites report their numbers of images as powers of two
     # How sites know their patients: column, folder N, name PATTERN or dicom; None: they do not.
     patients: Annotated[StrictStr, AfterValidator(_checked_patients)] | None = None
-
     # How grey images of more than 8 bits become 0 … 255: N bits, a window or percentiles; None: 16 bits.
     intensities: Annotated[StrictStr, AfterValidator(_checked_intensities)] | None = None
-
     # Sites report AUROC, calibration, and recall of classes with so many validation images; None: nothing.
     class_figures: Annotated[StrictInt, Field(ge=FEWEST_OF_A_CLASS)] | None = None
 

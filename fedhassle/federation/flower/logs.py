@@ -12,8 +12,7 @@ FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"  # of a node's log
 # A line of a run's log, or of a node's log, which has the logger's name too and lines of Flower in between.
 # It may follow the beginning of another one, which a full disk has cut off.
 LINE = re.compile(r"\d{4}-\d\d-\d\d (?P<time>\d\d:\d\d:\d\d),\d+ (?:fedhassle )?(?:[A-Z]+) (?P<message>.*)")
-
-
+# A line of a server's log that its status shows.
 WARNING = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?:fedhassle|server) (?:WARNING|ERROR) (?P<message>.*)"
 )

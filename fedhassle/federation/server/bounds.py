@@ -23,7 +23,6 @@ USUAL = 5  # evaluations whose median is a site's usual accuracy
 Changes = dict[str, float]
 """The norm of a site's change of each model, as the server merges it."""
 
-
 SiteScores = Mapping[str, Mapping[str, Any]]
 """By site, its entry in a line of metrics: `accuracy` by prediction, and `count`."""
 
