@@ -39,7 +39,7 @@ def demo(
     """Run a whole federation on this machine, as a demonstration.
 
     A server and three sites train a model. The sites hold images of clothes: one has all labels, one has one
-    in eight, and one has none. The demo takes a few minutes and stops every process that it starts.
+    in eight, and one has none. The demo takes a minute or two and stops every process that it starts.
     """
     federation_setup.require_flower()
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))

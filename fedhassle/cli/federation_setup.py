@@ -15,7 +15,7 @@ from rich.console import Console
 from fedhassle import terminal
 from fedhassle.cli.completion import complete_choice
 from fedhassle.cli.data import FEW, show_survey
-from fedhassle.cli.options import Intensities, Labels, Patients
+from fedhassle.cli.options import AgreedPatients, Intensities, Labels
 from fedhassle.errors import UserError, require
 from fedhassle.names import counted
 
@@ -86,7 +86,7 @@ def init(
     crop: Annotated[
         int | None, typer.Option(help="Pixels to shift images by, at most (default: 1/8 of the side).")
     ] = None,
-    patients: Patients = None,
+    patients: AgreedPatients = None,
     intensities: Intensities = None,
     also: Annotated[
         list[str] | None, typer.Option(help="Another address in the server's certificate (default: none).")

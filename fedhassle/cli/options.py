@@ -40,12 +40,21 @@ Labels = Annotated[
         help="Label file; none: no image has a label, in any folder (default: labels.csv beside them).",
     ),
 ]
+PATIENTS = (
+    "How the patient of an image is known: the column patient of labels.csv, the N-th folder of its path, "
+    "its file name such as 'name {patient}_*', or PatientID of DICOM"
+)
 Patients = Annotated[
     str | None,
     typer.Option(
         metavar="column|folder N|name PATTERN|dicom",
-        help="How the patient of an image is known: the column patient of labels.csv, the N-th folder of its "
-        "path, its file name such as 'name {patient}_*', or PatientID of DICOM (default: not at all).",
+        help=f"{PATIENTS} (default: the column or PatientID, if there is one).",
+    ),
+]
+AgreedPatients = Annotated[
+    str | None,
+    typer.Option(
+        metavar="column|folder N|name PATTERN|dicom", help=f"{PATIENTS} (default: nothing is agreed)."
     ),
 ]
 Intensities = Annotated[

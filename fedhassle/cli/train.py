@@ -44,7 +44,8 @@ def run(
 
     CONFIG is a preset (quick, paper) or a TOML file with the settings that differ from the paper's. KEY=VALUE
     overrides it: method=fedavg rounds=50 split.alpha=0.5 seed=1. With --vary each value is a run with its own
-    folder; on a GPU the runs train in parallel. With workers=4 a run trains on four GPUs or groups of cores.
+    folder; several train at once where that is faster. With workers=4 a run trains on four GPUs or groups of
+    cores.
     """
     if not vary:
         requested = parse_request(words, data_dir, device, ray)
