@@ -52,8 +52,8 @@ def node(
 ) -> None:
     """Take part in a federation with this site's images.
 
-    Ends with Ctrl-C. Checks versions, agreement, method, key, server, clock and data first. The node opens no
-    port. Images stay here; what a method keeps between rounds is stored in the folder of the federation.
+    Checks versions, agreement, method, key, server, clock and data, then works until Ctrl-C. The node opens
+    no port. Images stay here; what a method keeps between rounds is stored in the folder of the federation.
     """
     require_flower()
     from fedhassle.federation.agreement import parsed_address, read_agreement
@@ -233,7 +233,7 @@ def follow_run(
 def status(folder: Coordinators = FOLDER) -> None:
     """Show the sites, which are connected, and the latest runs.
 
-    The last lines say what the server had to deal with lately.
+    The last lines are the latest warnings in the server's log.
     """
     require_flower()
     from fedhassle.federation.server.status import read_status

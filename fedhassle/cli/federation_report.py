@@ -25,8 +25,8 @@ def report(
 ) -> None:
     """Write a page with the figures of each site.
 
-    It has images, patients, accuracy with intervals, recalls and calibration. The run may be in progress;
-    `run` writes the same page at its end. The page works offline.
+    The page shows numbers of images and patients, accuracy with intervals, recalls and calibration, and works
+    offline. The run may be in progress; `run` writes the same page at its end.
     """
     require_flower()
     from fedhassle.federation.report import REPORT, write_report

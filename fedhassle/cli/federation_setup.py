@@ -81,10 +81,13 @@ def init(
     ] = None,
     flip: Annotated[
         bool | None,
-        typer.Option("--flip/--no-flip", help="Mirror images in training (default: as similar data sets)."),
+        typer.Option("--flip/--no-flip", help="Mirror images in training (default: as --like, or --flip)."),
     ] = None,
     crop: Annotated[
-        int | None, typer.Option(help="Pixels to shift images by, at most (default: 1/8 of the side).")
+        int | None,
+        typer.Option(
+            help="Largest shift of images in training, in pixels (default: as --like, or 1/8 of the side)."
+        ),
     ] = None,
     patients: AgreedPatients = None,
     intensities: Intensities = None,

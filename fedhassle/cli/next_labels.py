@@ -34,10 +34,10 @@ def next_labels(
 ) -> None:
     """Propose which images a site should label next.
 
-    The model tells which of the images without a label it is least sure of: by the entropy of its main
-    prediction and, for HASSLE, by how much SM and UM disagree. They come in turn from each class that it
-    guesses and, if patients are known, from as many patients as possible. Nothing leaves this machine; the
-    page contains images of the site.
+    Lists the unlabelled images about which the model is least sure: by the entropy of its main prediction
+    and, for HASSLE, by how much SM and UM disagree. Takes the guessed classes in turn and, if patients are
+    known, covers as many patients as possible. Nothing leaves this machine; the page contains images of the
+    site.
     """
     from fedhassle.data.site.folder import ImageForm, read_site
     from fedhassle.data.site.patients import WHAT_IS_THERE, parsed_patients

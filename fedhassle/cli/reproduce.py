@@ -60,8 +60,8 @@ def reproduce(
         int | None,
         typer.Option(
             min=1,
-            help="Runs at once; on a CPU only those of small networks (default: small networks one per core, "
-            "up to 16; others 3 on a GPU).",
+            help="Number of runs at once (default: with small networks one per core, at most 16; with large "
+            "ones 3 on a GPU). On a CPU, runs of large networks always take turns.",
         ),
     ] = None,
     ray: Annotated[

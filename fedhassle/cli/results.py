@@ -30,8 +30,8 @@ Experiments = Annotated[
     list[str] | None,
     typer.Option(
         "--experiment",
-        help="TOML file of your own experiment whose runs count, too (default: the built-in ones only). "
-        "Repeat it for several.",
+        help="TOML file of your own experiment, whose runs are accepted too (default: the built-in ones "
+        "only). Repeat it for several.",
     ),
 ]
 
