@@ -78,10 +78,10 @@ def resume(
 ) -> None:
     """Resume interrupted runs, or extend finished ones.
 
-    After a crash, a kill or Ctrl-C a run continues from its last checkpoint, with bit-identical results. With
-    rounds=300 a finished run trains on to 300 rounds, as if it had had 300 from the start. This is refused if
-    the first rounds depend on the number of rounds, as with a learning-rate schedule. No other setting can
-    change.
+    After a crash, a kill or Ctrl-C a run continues from its last checkpoint, with bit-identical results (on a
+    GPU with deterministic=true). With rounds=300 a finished run trains on to 300 rounds, as if it had had 300
+    from the start. This is refused if the first rounds depend on the number of rounds, as with a
+    learning-rate schedule. No other setting can change.
     """
     from fedhassle.files import remove_stale_lock
     from fedhassle.runs.folder import Folder, run_folders
