@@ -38,6 +38,15 @@ class Predictions(NamedTuple):
         """The classes (N,) that the main prediction gives."""
         return self.logits[self.main].argmax(1)
 
+    def copy(self) -> Predictions:
+        """The same in tensors of its own: who writes to them changes neither the run nor other metrics."""
+        return self._replace(
+            state={name: vector.clone() for name, vector in self.state.items()},
+            logits={name: z.clone() for name, z in self.logits.items()},
+            y=self.y.clone(),
+            mixes=self.mixes.clone(),
+        )
+
 
 Metric = Callable[[Predictions], Mapping[str, Any]]
 """A user's own metric: named numbers from an evaluation."""
@@ -83,7 +92,7 @@ def failure(name: str, error: Exception) -> str:
 @torch.no_grad()
 def measured(name: str, metric: Metric, seen: Predictions) -> dict[str, float | None]:
     """The numbers of one metric; None if one is unknown, NaN or infinite, which JSON does not have."""
-    found: Any = metric(seen)
+    found: Any = metric(seen.copy())
     expected = 'expected a dict of numbers, such as {"calibration_error": 0.08}'
     require(isinstance(found, Mapping), f"metric {name} returns {described(found)}; {expected}")
     require(bool(found), f"metric {name} returns no number; {expected}")

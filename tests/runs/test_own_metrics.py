@@ -49,6 +49,11 @@ METRICS = """
     def again(seen):
         return {"norm": 0.0}
 
+    def overwrites(seen):
+        for tensor in [*seen.state.values(), *seen.logits.values(), seen.y, seen.mixes]:
+            tensor.zero_()
+        return {"zero": seen.state["w"].norm()}
+
     def later(seen):
         return {"later": 1 / (2 - seen.t)}  # fails after round 2
 
@@ -188,6 +193,16 @@ def test_metrics_change_neither_the_model_nor_the_hash_of_other_runs(fast, witho
     assert small.same(one, other)
     first, second = (summary_of(tmp_path / name) for name in ("plain", "own"))
     assert first["accuracy"] == second["accuracy"] and first["settings_hash"] != second["settings_hash"]
+
+
+def test_a_metric_that_overwrites_what_it_sees_changes_nothing_else(fast, tmp_path):
+    for out, names in (("alone", ["shapes"]), ("after", ["overwrites", "shapes"])):
+        assert call("run", *fast(*names), "--out", tmp_path / out)[0] == 0
+    alone, after = (metrics_of(tmp_path / name)[-1] for name in ("alone", "after"))
+    assert after["accuracy"] == alone["accuracy"]
+    assert after["metrics"] == {"zero": 0.0} | alone["metrics"]
+    one, other = (tensors_of(tmp_path / name / "model.safetensors") for name in ("alone", "after"))
+    assert small.same(one, other)
 
 
 @pytest.mark.parametrize(
