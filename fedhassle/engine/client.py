@@ -33,6 +33,7 @@ from fedhassle.method import (
     Update,
     as_models,
 )
+from fedhassle.names import described
 from fedhassle.nets import drawing
 from fedhassle.randomness import number
 from fedhassle.vectors import Arrays
@@ -210,6 +211,7 @@ def step(
         if isinstance(loss, Labelled):
             buffers.labelling.add_(count_labels(loss.y, truth_of(loss.y, job.phase, truths)))
             loss = loss.loss
+        check_loss(loss, job.phase)
         (gradient,) = torch.autograd.grad(loss, leaf)
         weights, state = buffers.weights[descent.train], buffers.optimiser[descent.train]
         descend(weights, state, gradient, descent.optimiser, *buffers.rate)
@@ -217,6 +219,15 @@ def step(
     if job.phase.then is not None:
         with torch.no_grad():
             store(job.phase.then(local_models(job, buffers), received), buffers)
+
+
+def check_loss(loss: object, phase: Phase) -> None:
+    """Raises a `UserError` if a loss is not one number with a gradient."""
+    require(
+        isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad,
+        f"a loss of phase {phase.name!r} returned {described(loss)}; expected a tensor of one number with a "
+        "gradient, such as the mean over the batch, computed from `local`",
+    )
 
 
 def truth_of(y: Tensor, phase: Phase, truths: Sequence[Tensor]) -> Tensor:

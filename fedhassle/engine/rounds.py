@@ -17,8 +17,8 @@ from fedhassle.engine.privacy.by_site import (
     expected_counts,
     private_means,
 )
-from fedhassle.errors import DivergedError
-from fedhassle.method import Client, Method, Update, average
+from fedhassle.errors import DivergedError, require
+from fedhassle.method import Client, Method, Phase, Update, average
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
 
@@ -220,4 +220,9 @@ def tell_idle(method: Method, clients: Sequence[Client], t: int, told: set[Kind]
 
 def takes_part(method: Method, client: Client, t: int) -> bool:
     """True if a client holds data that round t trains on."""
-    return bool(client.labelled + client.unlabelled and method.phases(client, t))
+    phases: object = client.labelled + client.unlabelled and method.phases(client, t)
+    require(
+        not isinstance(phases, Phase),
+        f"{type(method).__name__}.phases returns a Phase; expected a tuple: (Phase(…),) with its comma",
+    )
+    return bool(phases)

@@ -107,6 +107,22 @@ def test_a_custom_method_trains_to_the_end(module, images, tmp_path):
         ),
         ("(walk,), (descent,)", "(), (descent,)", "'labelled' needs a stream to walk over"),
         (
+            "self.epochs),) if client.labelled else ()",
+            "self.epochs))",
+            r"Ridge\.phases returns a Phase; expected a tuple: \(Phase",
+        ),
+        (
+            ".square().sum()",
+            ".square()",
+            r"'labelled' returned Tensor of shape \(\d+,\); expected a tensor of one n",
+        ),
+        (
+            "return cross_entropy(z, batch.y) +",
+            "return 0.5 #",
+            "'labelled' returned float; expected a tensor of one n",
+        ),
+        ("return cross_entropy(z, batch.y) +", "return z.detach().mean() #", "one number with a gradient"),
+        (
             'return {"model": ',
             'return {"mine": ',
             "Ridge reports mine, but not its headline 'model': set headline",
