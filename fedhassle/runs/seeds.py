@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.runs.record import OWN, Metrics
-from fedhassle.settings.request import MACHINE, flat
+from fedhassle.settings.request import MACHINE, flat, written
 
 PATHS = ("data.name", "split.file")
 UNNAMED = ("seed", "data.folder", "method.name", "metrics", *MACHINE)  # never part of a label
@@ -176,5 +176,5 @@ def defaults(method: str | None) -> dict[str, Any]:
 
 
 def shown(key: str, value: Any) -> Any:
-    """A value for a label: the last part of a path."""
-    return PurePath(value).name if key in PATHS else value
+    """A value for a label: the last part of a path, a table as one writes it."""
+    return PurePath(value).name if key in PATHS else written(value)

@@ -207,9 +207,16 @@ def varied(requests: Sequence[Request]) -> list[list[str]]:
     keys = dict.fromkeys(key for one in settings for key in one)
     differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
     return [
-        [f"{key.removesuffix('.name')}={called([one[key]])[0]}" for key in differing if key in one]
+        [f"{key.removesuffix('.name')}={called([written(one[key])])[0]}" for key in differing if key in one]
         for one in settings
     ]
+
+
+def written(value: Any) -> Any:
+    """A table as it is written after KEY=, {full=1, share=0.2}; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return "{" + ", ".join(f"{key}={written(one)}" for key, one in value.items()) + "}"
 
 
 def merged(request: Request) -> Tables:

@@ -7,7 +7,7 @@ import pytest
 from fedhassle.errors import UserError
 from fedhassle.runs.live import gaps
 from fedhassle.runs.seeds import Spread, differences, grouped, spread
-from fedhassle.settings.request import flat
+from fedhassle.settings.request import flat, request, varied
 
 
 def summary(method="hassle", seed=0, digest="a", data="mine.npz", curve=(0.5,), **settings):
@@ -74,6 +74,17 @@ def test_a_group_is_labelled_by_its_differences():
         "fedavg split.alpha=0.1 split.labels=PL",
     ]
     assert grouped(runs[:1])[0].label == "hassle"  # alone, it differs from nothing
+
+
+def test_a_table_in_a_label_is_as_one_writes_it():
+    layouts = "10%", {"full": 1, "partial": 4, "share": 0.2}
+    runs = [summary(digest=f"{k}", split={"labels": labels}) for k, labels in enumerate(layouts)]
+    assert [group.label for group in grouped(runs)] == [
+        "hassle split.labels=10%",
+        "hassle split.labels={full=1, partial=4, share=0.2}",
+    ]
+    requests = [request("paper", {"split.labels": labels}) for labels in layouts]
+    assert varied(requests) == [["split.labels=10%"], ["split.labels={full=1, partial=4, share=0.2}"]]
 
 
 def test_other_methods_have_other_defaults():
