@@ -190,9 +190,13 @@ def require_small(file: Path) -> None:
 def identity_of(path: Path, summary: Metrics, known: KnownRuns) -> Identity:
     """The run that the settings of a summary describe, by the current code on this machine."""
     request = Request((summary["settings"],))
-    named = [f"{key}={value}" for key, value in zip(NAMING, named_by(request), strict=True) if value]
-    is_known = named_by(request) in known.named
-    require(is_known, f"{path} belongs to no experiment: none has {' and '.join(named)}")
+    names = named_by(request)
+    named = [
+        f"{key}={names[i]}" if names[i] else f"no {key}"
+        for i, key in enumerate(NAMING)
+        if names[i] or any(others[i] for others in known.named)
+    ]
+    require(names in known.named, f"{path} belongs to no experiment: none has {' and '.join(named)}")
     require("folder" not in summary["settings"]["data"], f"{path} names a folder of its machine: data.folder")
     try:
         return identify(on_device(request, "cpu"))

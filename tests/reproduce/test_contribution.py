@@ -224,6 +224,14 @@ def test_code_that_a_file_names_is_not_imported(key, changed, known, module, tmp
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_run_without_the_metrics_of_an_experiment_is_refused_for_them(made, module):
+    name = module("own_measure", "def errors(seen): return {'errors': 0}")
+    measured = made.tiny.with_name("measured.toml")
+    measured.write_text(made.tiny.read_text().replace("rounds = 4", f'rounds = 4\nmetrics = "{name}:errors"'))
+    here = known_runs(cells(read_experiment(str(measured))))
+    assert refusal(made.file, here).endswith(" and method=hassle and no metrics")
+
+
 def test_files_that_a_file_names_are_not_opened(made, changed, known, images, tmp_path, monkeypatch):
     """Copies of the images and of the split, under names that no experiment has."""
     copied, split = tmp_path / "copy.npz", made.folder / "split.npz"
