@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,9 @@ def run_several(
     Several train at once where that is faster. An error in one is raised after the others have ended.
     """
     require_no_import()
+    for key, values in vary.items():
+        is_list = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+        require(is_list, f"vary={{{key!r}: {values!r}}}: expected a list of values, such as [{values!r}]")
     home = Path("runs") if out is None else Path(out)
     requests = [
         (name, requested(config, home, settings or {}, keywords, dict(pairs)))

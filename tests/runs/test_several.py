@@ -266,6 +266,15 @@ def test_no_run_at_all_is_refused(tmp_path):
         fedhassle.run_several("quick", vary={"seed": []}, out=tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("seed", 3), ("method", "fedavg"), ("split.labels", {"full": 1, "share": 0.1})]
+)
+def test_a_single_value_to_vary_is_refused(key, value, tmp_path):
+    """The letters of a name, or the keys of a table, are no values."""
+    with pytest.raises(UserError, match=rf"^vary=.*'{key}'.*: expected a list of values, such as \["):
+        fedhassle.run_several("quick", vary={key: value}, out=tmp_path / "none")
+
+
 def test_the_error_of_a_run_is_raised_after_the_others_are_done(tmp_path):
     words = ("quick", "rounds=2", "method=fedavg", "method.clip=0", "method.epochs=1")
     code, out, err = call("run", *words, "--vary", "method.lr=1e30,0.1", "--out", tmp_path / "all")
