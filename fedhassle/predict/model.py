@@ -18,7 +18,7 @@ from fedhassle.engine.tensor_files import read_arrays
 from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
-from fedhassle.names import brief, find
+from fedhassle.names import brief, described, find
 from fedhassle.nets import NETS, Net, images_a_pass, n_parameters
 from fedhassle.predict.metadata import ModelMetadata, checked_metadata, checked_settings
 from fedhassle.runs.folder import Folder, resume_command
@@ -99,6 +99,10 @@ class TrainedModel:
     def as_batch(self, images: np.ndarray) -> np.ndarray:
         """Returns the images as (N, H, W, C); another shape than the model's is an error."""
         height, width, channels = self.image_size
+        require(
+            isinstance(images, np.ndarray),
+            f"expected a NumPy array of images, got {described(images)}: numpy.stack makes one of a list",
+        )
         array = images[..., None] if images.ndim == 3 and channels == 1 else images
         expected = (height, width, channels)
         if array.ndim != 4 or array.shape[1:] != expected or array.dtype != np.uint8 or not len(array):

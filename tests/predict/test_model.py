@@ -54,6 +54,13 @@ def test_the_model_refuses_other_images(finished, wrong):
         fedhassle.load(finished[0] / "model.safetensors").predict(wrong)
 
 
+def test_a_list_of_images_is_refused(finished):
+    with pytest.raises(
+        fedhassle.UserError, match=r"expected a NumPy array of images, got list: numpy\.stack"
+    ):
+        fedhassle.load(finished[0] / "model.safetensors").predict([np.zeros((12, 12, 1), np.uint8)])
+
+
 def test_an_unknown_mode_lists_the_known_ones(finished):
     with pytest.raises(fedhassle.UserError, match="SM, UM, EM"):
         fedhassle.load(finished[0] / "model.safetensors").predict(np.zeros((1, 12, 12), np.uint8), mode="XM")
