@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import httpx
@@ -253,8 +254,14 @@ def test_a_node_ends_with_any_of_its_parts(tmp_path):
 # The keeper
 
 
-def started(folder, status):
-    return calls.StartedRun(1, status, "2026-01-02", str(folder))
+def started(folder, status, number=1, since="2026-01-02T00:00:00.000000+00:00"):
+    return calls.StartedRun(number, status, since, str(folder))
+
+
+def resubmitted(folder, status):
+    """A run that was submitted again after its last event, and the one before."""
+    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    return [started(folder, status, 2, later), started(folder, "finished:stopped")]
 
 
 @pytest.fixture
@@ -309,8 +316,19 @@ def test_a_run_that_has_left_is_not_waited_for(federation, monkeypatch):
     assert look(keeper, monkeypatch, running) == []
     Audit(federation.run / "audit.jsonl").write("stopped", why=SERVER_ENDED)
     assert len(look(keeper, monkeypatch, running)) == 1 and stopped == [1]
-    assert look(keeper, monkeypatch, running) == [] and stopped == [1]  # the new one has not said a word yet
+    again = resubmitted(federation.run, "running")  # it has not said a word yet
+    assert look(keeper, monkeypatch, again) == [] and stopped == [1]
     assert len(federation.submitted) == 1
+
+
+def test_a_run_that_its_user_resumes_is_not_judged_by_what_it_said_before(federation, monkeypatch):
+    """A new server has not seen it: it lets the new program start, and lets its user stop it."""
+    keeper, stopped = keep.RunKeeper(federation.folder), []
+    monkeypatch.setattr(calls, "stop", lambda link, number: stopped.append(number))
+    Audit(federation.run / "audit.jsonl").write("stopped", why=SERVER_ENDED)
+    for status in ("running", "finished:stopped"):
+        assert look(keeper, monkeypatch, resubmitted(federation.run, status)) == []
+    assert stopped == [] and federation.submitted == []
 
 
 def test_a_run_that_never_makes_a_round_is_not_resumed_for_ever(federation, monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from fedhassle.errors import UserError
@@ -71,7 +72,6 @@ class RunKeeper:
         self.folder, self.link = folder, link_of(folder)
         self._alive: set[str] = set()  # the folders of runs that were alive at the last look
         self._tries: dict[str, tuple[int, int]] = {}  # by folder: rounds at the last attempt, attempts since
-        self._resumed_at: dict[str, int] = {}  # by folder: the number of its events
         self._told: dict[str, str] = {}  # by folder: the last line about it
 
     def look(self) -> list[str]:
@@ -81,9 +81,9 @@ class RunKeeper:
         except UserError:  # too busy to answer: try again at the next look
             return []
         for run in known:
-            if run.alive and self._has_left(run):  # Flower would notice within a minute
+            if run.alive and has_left(run):  # Flower would notice within a minute
                 calls.stop(self.link, run.id)
-        alive = {run.folder for run in known if run.alive and not self._has_left(run)}
+        alive = {run.folder for run in known if run.alive and not has_left(run)}
         self._told = {path: line for path, line in self._told.items() if path not in alive}
         ended = self._alive - alive
         self._alive = alive
@@ -100,11 +100,6 @@ class RunKeeper:
             write_line(server_log(self.folder), "WARNING", line)
         return said
 
-    def _has_left(self, run: StartedRun) -> bool:
-        """True if the program of a run has said that it ends with the server, since it was last resumed."""
-        events = Audit(Folder(Path(run.folder)).audit).read()
-        return len(events) != self._resumed_at.get(run.folder) and is_stray(events)
-
     def _resume(self, path: str) -> str:
         audit, name = Audit(Folder(Path(path)).audit), f"the run in {path}"
         rounds = sum(event["event"] == "round" for event in audit.read())
@@ -115,7 +110,6 @@ class RunKeeper:
             return f"{name} has ended unexpectedly {tries} times in a row; it is not resumed any more"
         if not Path(path).is_dir():
             return f"{name} has ended unexpectedly, and its folder is gone; it is not resumed"
-        self._resumed_at[path] = len(audit.read())
         free = shutil.disk_usage(path).free
         if free < LEAST_FREE:
             self._alive.add(path)
@@ -133,11 +127,22 @@ class RunKeeper:
 
 def ended_by_accident(run: StartedRun) -> bool:
     """True if a run was not stopped by anyone, and did not say why it ended."""
-    events = Audit(Folder(Path(run.folder)).audit).read()
-    said = events[-1]["event"] if events else ""
-    return is_stray(events) or (run.status == "finished:failed" and said not in ("stopped", "finished"))
+    said = last_event(run).get("event")
+    return has_left(run) or (run.status == "finished:failed" and said not in ("stopped", "finished"))
 
 
-def is_stray(events: Sequence[Event]) -> bool:
+def has_left(run: StartedRun) -> bool:
     """True if a run has last said that it ends by accident, as when the server's process has ended."""
-    return bool(events) and events[-1]["event"] == "stopped" and events[-1]["why"] in ACCIDENTS
+    said = last_event(run)
+    return said.get("event") == "stopped" and said["why"] in ACCIDENTS
+
+
+def last_event(run: StartedRun) -> Event:
+    """The last event since a run was submitted; empty if it has not said a word yet.
+
+    A run that is resumed is submitted again, and its folder has the events of the run before.
+    """
+    events = Audit(Folder(Path(run.folder)).audit).read()
+    last = events[-1] if events else {}
+    since = datetime.fromisoformat(run.since)
+    return last if last and datetime.fromisoformat(last["time"]) >= since else {}
