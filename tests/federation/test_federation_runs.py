@@ -1,6 +1,7 @@
 """A federation's run on disk: its folder, its best round, its end, and its resumption."""
 
 import errno
+import itertools
 import json
 import os
 
@@ -156,6 +157,29 @@ def test_the_model_of_the_best_round_is_kept(agreed, tmp_path):
     assert same(tensors_of(tmp_path / "run" / "best.safetensors"), states[2])
     assert same(tensors_of(tmp_path / "run" / "model.safetensors"), states[4])
     best_goes_home(tmp_path / "run")
+
+
+def test_a_round_is_not_the_best_because_a_difficult_site_is_missing(tmp_path):
+    """Two sites always find 9 of 10 right; client 3 finds 1, nothing, 0 and 2, so round 4 beats round 1.
+
+    Over the sites that answer, round 2 has 18/20 after 19/30. The run is resumed after it.
+    """
+    agreed = terms(validation=0.3, run=RUN.replace("evaluate_every = 2", "evaluate_every = 1"))
+    transport, kept = network(tmp_path / "sites", agreed), []
+    answers = dict.fromkeys(transport.sites, [hits(9)] * 4)
+    answers["client 3"] = [hits(1), "busy", hits(0), hits(2)]
+    for name in transport.sites:
+        transport.behaviour[name, "query"], transport.behaviour[name, "train"] = with_ten_images, deaf
+        transport.behaviour[name, "evaluate"] = lambda answer, payload, name=name: answers[name][
+            payload.words["round"] - 1
+        ]
+    for rounds in (2, 2):
+        steps = coordinate(transport, agreed, tmp_path / "run", None, Flying().clock)
+        for step in itertools.islice(steps, rounds):
+            best = fedhassle.load(tmp_path / "run" / "best.safetensors", allow_import=True)
+            kept.append((step.t, best.about["round"]))
+        steps.close()
+    assert kept == [(1, 1), (2, 1), (3, 1), (4, 4)]
 
 
 def best_goes_home(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +23,14 @@ from fedhassle.federation.server.federation import FlowerFederation
 from fedhassle.runs.about import about_model
 from fedhassle.runs.checkpoints import Checkpoint
 from fedhassle.runs.folder import Folder
-from fedhassle.runs.record import BY_CLASS, LOSS, TEST_FALLBACK, Evaluation, by_class
+from fedhassle.runs.record import BY_CLASS, LOSS, TEST_FALLBACK, Evaluation, Metrics, by_class
 from fedhassle.runs.run import Run
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
 Images = tuple[np.ndarray, np.ndarray]
+Figures = dict[str, Any]  # by site: its accuracies, and the number of its validation images
 UNDONE = "undone"  # in a line of metrics: the accuracy of a model that was not taken in
 KEPT = ("sites", "test", LOSS, BY_CLASS, TEST_FALLBACK)  # of a line of metrics: about its model
 MOST_UNDONE = 3  # evaluations in a row after which the run stops
@@ -53,7 +55,9 @@ class Evaluator:
         self.run, self.federation, self.test = run, federation, test
         self.history, self.last = list(start.history), start.t
         best = best_so_far(run.folder)
-        self.best = -1.0 if best is None else best.accuracy[run.method.headline]
+        until = best.round if best is not None and best.round <= start.t else 0
+        self.figures = latest_figures(self.history)
+        self.best = latest_figures(line for line in self.history if line["round"] <= until)
 
     def __call__(self, state: Arrays, t: int) -> Evaluation | None:
         """Accuracy on the sites' validation images and, if the server has test images, on these and by class.
@@ -71,7 +75,7 @@ class Evaluator:
 
     def _spoilt(self, found: Evaluation) -> bool:
         """True if the sites find a model much worse than usual."""
-        before = [line["sites"] for line in self.history if "sites" in line and UNDONE not in line]
+        before = taken_in(self.history)
         worst = self.federation.rules.worst_drop
         return drop(found.more["sites"], before, self.run.method.headline) > worst
 
@@ -97,7 +101,7 @@ class Evaluator:
     def _with_tests(self, state: Arrays, t: int, found: Evaluation | None) -> Evaluation | None:
         """Keeps the best model, and adds the results on the coordinator's test images."""
         if found is not None:
-            self._keep_best(state, t, found.accuracy)
+            self._keep_best(state, t, found)
         if self.test is None:
             return found
         tested = self._tested(state)
@@ -106,16 +110,21 @@ class Evaluator:
         more = {**found.more, "test": tested.accuracy, LOSS: tested.loss, **classes}
         return Evaluation(found.accuracy, more)
 
-    def _keep_best(self, state: Arrays, t: int, validation: dict[str, float]) -> None:
+    def _keep_best(self, state: Arrays, t: int, found: Evaluation) -> None:
         """Writes the model if its validation accuracy is the best so far.
 
+        A site that did not evaluate it counts with its figures before. Otherwise a round could be the best
+        because a site with difficult images is missing. Once a site is new, the best round is chosen afresh.
         Not with noise: which model is best would depend on the sites' figures, which have none.
         """
-        run, score = self.run, validation[self.run.method.headline]
-        if score > self.best and not is_noisy(run.privacy):
-            self.best = score
+        run, headline = self.run, self.run.method.headline
+        self.figures |= found.more["sites"]
+        is_new = self.figures.keys() != self.best.keys()
+        is_better = is_new or share(self.figures, headline) > share(self.best, headline)
+        if is_better and not is_noisy(run.privacy):
+            self.best = dict(self.figures)
             sites = participation(self.federation.audit)["sites"]
-            words = about_model(run, sites) | {"round": t, "validation": validation}
+            words = about_model(run, sites) | {"round": t, "validation": found.accuracy}
             write_arrays(run.folder.best, run.method.model(state), words)
 
     def _tested(self, state: Arrays) -> Scores:
@@ -124,6 +133,22 @@ class Evaluator:
         views = make_views(data.mean, data.std, False, 0, torch.device("cpu"))
         x, y = (torch.from_numpy(array) for array in self.test)
         return score(self.run.method, state, x, y, views)
+
+
+def taken_in(history: Iterable[Metrics]) -> list[Figures]:
+    """The sites' figures at each evaluation whose model was taken in."""
+    return [line["sites"] for line in history if "sites" in line and UNDONE not in line]
+
+
+def latest_figures(history: Iterable[Metrics]) -> Figures:
+    """The figures of each site at its last evaluation."""
+    return {name: site for sites in taken_in(history) for name, site in sites.items()}
+
+
+def share(sites: Figures, headline: str) -> float:
+    """The accuracy over the images of several sites, from the figures of each."""
+    right = sum(site["accuracy"][headline] * site["count"] for site in sites.values())
+    return float(right / sum(site["count"] for site in sites.values()))
 
 
 def best_so_far(folder: Folder) -> BestRound | None:
