@@ -215,7 +215,7 @@ def read_agreement(path: Path) -> Agreement:
     """Reads and checks the agreement in a file, or in the folder that holds `federation.toml`."""
     path = path / "federation.toml" if path.is_dir() else path
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the federation's file {path} cannot be read: {reason}") from error

@@ -109,7 +109,7 @@ def read_toml(name: str, folder: str, what: str) -> Tables:
 def read_tables(path: Path) -> Tables:
     """A TOML file as tables."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the file {path} cannot be read: {error}") from error
     return parsed(text, str(path))

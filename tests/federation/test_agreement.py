@@ -60,6 +60,12 @@ def test_the_file_is_read_with_its_defaults(tmp_path):
     assert all(type(value) is float for value in (*found.data.mean, *found.data.std))
 
 
+def test_a_file_that_a_windows_editor_has_saved_is_read(tmp_path):
+    """With a byte order mark, and with carriage returns."""
+    (tmp_path / "federation.toml").write_bytes(b"\xef\xbb\xbf" + FILE.replace("\n", "\r\n").encode())
+    assert read_agreement(tmp_path) == AGREEMENT
+
+
 def test_a_written_file_is_read_again(tmp_path):
     terms = replace(TERMS, class_names=("größe", 'a"b\\', "[x]"), validation=0.25, coarse_counts=True)
     run = {"method": {"name": "hassle", "epochs": 2, "lr": 0.1}, "seed": 3}
