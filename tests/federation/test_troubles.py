@@ -321,6 +321,17 @@ def test_a_run_that_has_left_is_not_waited_for(federation, monkeypatch):
     assert len(federation.submitted) == 1
 
 
+def test_a_run_that_ended_with_the_server_before_is_resumed(federation, monkeypatch):
+    """Flower still counts it as alive when the new server looks first."""
+    keeper, stopped = keep.RunKeeper(federation.folder), []
+    monkeypatch.setattr(calls, "stop", lambda link, number: stopped.append(number))
+    Audit(federation.run / "audit.jsonl").write("stopped", why=SERVER_ENDED)
+    (said,) = look(keeper, monkeypatch, [started(federation.run, "running")])
+    assert "resuming it" in said and stopped == [1]
+    assert look(keeper, monkeypatch, resubmitted(federation.run, "running")) == []
+    assert federation.submitted == [(federation.run, keep.Path("images"))]
+
+
 def test_a_run_that_its_user_resumes_is_not_judged_by_what_it_said_before(federation, monkeypatch):
     """A new server has not seen it: it lets the new program start, and lets its user stop it."""
     keeper, stopped = keep.RunKeeper(federation.folder), []

@@ -66,7 +66,7 @@ def news(reader: LogReader) -> list[str]:
 
 
 class RunKeeper:
-    """Resumes runs that this server has seen alive, and whose program has ended without a word."""
+    """Resumes runs that this server has seen alive, and whose program has ended by accident."""
 
     def __init__(self, folder: FederationFolder) -> None:
         self.folder, self.link = folder, link_of(folder)
@@ -80,12 +80,12 @@ class RunKeeper:
             known = calls.runs(self.link)
         except UserError:  # too busy to answer: try again at the next look
             return []
-        for run in known:
-            if run.alive and has_left(run):  # Flower would notice within a minute
-                calls.stop(self.link, run.id)
-        alive = {run.folder for run in known if run.alive and not has_left(run)}
+        left = [run for run in known if run.alive and has_left(run)]
+        for run in left:  # Flower would notice within a minute
+            calls.stop(self.link, run.id)
+        alive = {run.folder for run in known if run.alive and run not in left}
         self._told = {path: line for path, line in self._told.items() if path not in alive}
-        ended = self._alive - alive
+        ended = (self._alive | {run.folder for run in left}) - alive  # it may have left the server before
         self._alive = alive
         said = []
         for one in sorted(ended):
