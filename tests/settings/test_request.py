@@ -192,6 +192,12 @@ def test_paper_is_empty_and_quick_has_fewer_rounds_epochs_and_steps():
     )
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("windows.toml").write_bytes(b"\xef\xbb\xbfseed = 98\r\n")
+    assert read("windows.toml") == {"seed": 98}
+
+
 def test_a_preset_and_a_file_of_its_name_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("quick").write_text("seed = 99\n")
