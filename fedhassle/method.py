@@ -277,7 +277,7 @@ class Method:
     # View of labelled images; default: the method's own.
     labelled_view: Literal["weak", "strong"] | None = None
     # Takes the place of the weighted mean of the clients' models: the mean without the largest and smallest
-    # values of each weight, or their median; default: the mean (docs/federation.md).
+    # values of each weight, or their median; default: the mean (docs/federation-reference.md).
     merging: Merging | None = None
     trim: Trim | None = None  # share of the clients left out at each end with merging=trimmed; default: 0.2
 
