@@ -11,7 +11,7 @@ import torch
 
 Precision = Literal["bf16", "tf32", "fp32"]
 
-LANES = 8  # measured in docs/speed.md
+LANES = 8  # measured in docs/speed-log.md
 
 
 class Engine(NamedTuple):
