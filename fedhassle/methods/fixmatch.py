@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from fedhassle.method import (
     Models,
     Phase,
     Stream,
+    Update,
 )
 from fedhassle.methods.fedavg import FedAvg
 from fedhassle.ranges import NotNegative, Ratio, Share
@@ -38,6 +40,10 @@ class FixMatch(FedAvg):
             return super().phases(client, t)
         streams = (self.unlabelled(), Stream("labelled", self.batch))
         return (Phase("both", streams, (Descent("w", self.joint, self.local_optimiser()),), self.epochs),)
+
+    def counts(self, update: Update) -> Mapping[str, int]:
+        """By labels: by samples partial clients, with few labels of few classes, drown full ones."""
+        return {"w": update.client.labelled}
 
     def unlabelled(self) -> Stream:
         """A weak and a strong view of each sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedhassle.losses import hard_labels
-from fedhassle.method import Batch, Client, Descent, Labelled, Model, Models, Phase
+from fedhassle.method import Batch, Client, Descent, Labelled, Model, Models, Phase, Update
 from fedhassle.methods.fixmatch import FixMatch
 
 
@@ -28,6 +29,10 @@ class FixMatchGlobal(FixMatch):
             return super().phases(client, t)
         descent = Descent("w", self.alone, self.local_optimiser())
         return (Phase("unlabelled", (self.unlabelled(),), (descent,), self.epochs),)
+
+    def counts(self, update: Update) -> Mapping[str, int]:
+        """By all samples: unlabelled clients have no labels to go by."""
+        return update.samples
 
     def alone(self, local: Models, received: Models, unlabelled: Batch) -> Labelled:
         """The consistency of an unlabelled client."""

@@ -430,8 +430,17 @@ def test_the_weight_of_mixmatch_grows_with_the_rounds():
     assert MixMatch(NET).message(state, PARTIAL, 3)["ramp"].tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("weights", "counts"), [("labels", (90, 10)), ("samples", (90, 90))])
-def test_mixmatch_weighs_means_by_labels_or_by_all_samples(weights, counts, rng):
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [
+        (MixMatch(NET), (90, 10)),
+        (MixMatch(NET, weights="samples"), (90, 90)),
+        (FixMatch(NET), (90, 10)),
+        (FixMatchGlobal(NET), (90, 90)),
+    ],
+    ids=["mixmatch", "mixmatch by samples", "fixmatch", "fixmatch-global"],
+)
+def test_means_are_weighted_by_labels_or_by_all_samples(method, counts, rng):
     """A full client of 90 and a partial one that trained on 10 labels and 80 others."""
     vectors = [vector(rng) for _ in range(2)]
     clients, trained = (Client("a", 90, 0), Client("b", 10, 80)), (90, 90)
@@ -439,7 +448,7 @@ def test_mixmatch_weighs_means_by_labels_or_by_all_samples(weights, counts, rng)
         Update(client, tensors(w=w), {"w": n}, {})
         for client, w, n in zip(clients, vectors, trained, strict=True)
     ]
-    merged = MixMatch(NET, weights=weights).merge(tensors(w=vectors[0]), updates, 1, rng)
+    merged = method.merge(tensors(w=vectors[0]), updates, 1, rng)
     np.testing.assert_allclose(merged["w"].numpy(), np.average(vectors, 0, counts), rtol=1e-10)
 
 
