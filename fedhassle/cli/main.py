@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TextIO
 
 import click
@@ -37,6 +38,9 @@ from fedhassle.settings.request import is_setting
 from fedhassle.version import package_version
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+TERMINATED = 143  # the exit code after SIGTERM, which `kill` sends, and SLURM before it kills
+# The signals that stop a command, with the handlers that a Python process begins with.
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 STOPPING = "\nfedhassle: stopping; Ctrl-C again ends at once\n"  # below ^C, or a live line
 ENDED = "fedhassle: ended at once\n"
 SHOW_CURSOR = "\x1b[?25h"
@@ -132,8 +136,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # α and ± on a terminal that cannot show them
     sys.path.insert(0, "")  # users keep their own methods and networks in the working folder
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
-        signal.signal(signal.SIGINT, on_first_interrupt)
+    received: list[int] = []
+    for number, default in DEFAULTS.items():
+        if signal.getsignal(number) == default:  # not ignored, as under nohup
+            signal.signal(number, partial(on_interrupt, received))
     try:
         code: Any = guarded(app)
     except SystemExit as ended:
@@ -141,21 +147,27 @@ def main() -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        end_interrupted()
+        end_interrupted(TERMINATED if received[:1] == [signal.SIGTERM] else INTERRUPTED)
     sys.exit(code)
 
 
-# Ctrl-C
+# Ctrl-C and SIGTERM
 
 
-def on_first_interrupt(*_: object) -> None:
-    """Stops the command in good order; what trains in other threads is waited for."""
-    signal.signal(signal.SIGINT, on_second_interrupt)
-    write_at_once(sys.stderr, STOPPING)
-    raise KeyboardInterrupt
+def on_interrupt(received: list[int], number: int, _: object) -> None:
+    """Stops the command in good order; what trains in other threads is waited for.
+
+    A second SIGTERM changes nothing: SLURM's srun passes on what SLURM sends to each process anyway.
+    """
+    received.append(number)
+    if len(received) == 1:
+        write_at_once(sys.stderr, STOPPING)
+        raise KeyboardInterrupt
+    if signal.SIGINT in received:
+        on_second_interrupt()
 
 
-def on_second_interrupt(*_: object) -> None:
+def on_second_interrupt() -> None:
     """Ends the process wherever it is. Files are written atomically, so that nothing is half done."""
     with suppress(*CLOSED):
         if sys.stdout.isatty():
@@ -170,7 +182,7 @@ def write_at_once(stream: TextIO, text: str) -> None:
         os.write(stream.fileno(), text.encode("ascii"))
 
 
-def end_interrupted() -> None:
+def end_interrupted(code: int = INTERRUPTED) -> None:
     """Ends the process without Python's own end: it takes seconds with PyTorch, deaf to a second Ctrl-C.
 
     Threads that still train are not waited for, and what is registered for the end would disturb them.
@@ -180,7 +192,7 @@ def end_interrupted() -> None:
             stream.flush()
     if all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
         atexit._run_exitfuncs()
-    os._exit(INTERRUPTED)
+    os._exit(code)
 
 
 def guarded(command: Callable[[], object]) -> int:

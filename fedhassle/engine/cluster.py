@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,8 @@ def join(address: str, **started: Any) -> None:
     """Connects this process to a cluster; a failure is a one-line error."""
     import ray
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+
     if address not in (LOCAL, AUTO):
         require_reachable(address)
     try:
@@ -135,6 +138,8 @@ def join(address: str, **started: Any) -> None:
         # No cluster is running, or its version or token differs: Ray's message says which.
         message = f"--ray {address}: the cluster cannot be joined: {first_line(error)}; {HINT}"
         raise UserError(message) from error
+    if callable(on_sigterm) and signal.getsignal(signal.SIGTERM) is not on_sigterm:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which exits with code 15
 
 
 def require_reachable(address: str) -> None:

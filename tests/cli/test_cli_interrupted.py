@@ -16,6 +16,7 @@ import torch
 from small import LIMIT, but_seconds, call, environment, interruptible, metrics_of
 
 from fedhassle.cli import main
+from fedhassle.files import locked
 from fedhassle.runs.checkpoints import load_checkpoint
 from fedhassle.runs.evaluation import Evaluator
 
@@ -98,19 +99,53 @@ def wait_for(condition, running):
         time.sleep(0.01)
 
 
-def test_an_interrupt_signal_ends_with_code_130(words, tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "code"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGTERM] * 2, 143)]
+)
+def test_a_signal_ends_with_its_code_and_says_how_to_resume(words, tmp_path, sent, code):
+    """As SLURM sends it, SIGTERM may come twice: from SLURM itself, and from srun."""
     folder = tmp_path / "run"
     command = interruptible("run", *words, "rounds=100000", "--out", folder)
     running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         wait_for(lambda: any(path.stem > "round-000000" for path in small.checkpoints(folder)), running)
-        running.send_signal(signal.SIGINT)
+        for number in sent:
+            running.send_signal(number)
         out, err = running.communicate(timeout=LIMIT)
     finally:
         running.kill()
-    assert running.returncode == 130 and err.decode() == main.STOPPING
+    assert running.returncode == code and err.decode() == main.STOPPING
     assert f"fedhassle resume {folder}".encode() in out
     assert load_checkpoint(folder / "checkpoints", small.CPU).t >= 2
+
+
+AT_ONCE = """
+    import signal
+    from fedhassle.cli.main import main
+    from fedhassle.runs import processes
+
+    processes.WORTH = 0.0  # runs so short get a process each
+    main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes inherit a pipe, as only POSIX has it")
+def test_a_termination_ends_runs_in_processes_of_their_own_too(without_residuals, tmp_path):
+    folder = tmp_path / "all"
+    mine = [*without_residuals, "method=fedavg", "threads=2", "rounds=100000", "--vary", "seed=0,1"]
+    command = [sys.executable, "-c", textwrap.dedent(AT_ONCE), "run", *mine, "--out", folder]
+    running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: all(small.checkpoints(folder / name) for name in "01"), running)
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=LIMIT)
+    finally:
+        running.kill()
+    assert running.returncode == 143 and err.decode() == main.STOPPING
+    assert f"fedhassle resume {folder / '0'} {folder / '1'}".encode() in out
+    for name in "01":
+        with locked(folder / name):  # no process holds it any more
+            assert load_checkpoint(folder / name / "checkpoints", small.CPU).t < 100000
 
 
 HANGS = """

@@ -484,16 +484,20 @@ def test_a_run_resumes_with_another_number_of_workers(shared, without_residuals,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_ctrl_c_ends_every_process_and_the_run_resumes(without_residuals, tmp_path):
+@pytest.mark.parametrize(
+    ("kill", "number", "expected"), [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)]
+)
+def test_a_signal_ends_every_process_and_the_run_resumes(kill, number, expected, without_residuals, tmp_path):
+    """A terminal sends Ctrl-C to all processes."""
     folder = tmp_path / "run"
     words = ["run", *without_residuals, "method=fedavg", "rounds=900000", "workers=2", "--out", folder]
     with RayCommand(tmp_path / "output.txt", *words) as command:
         metrics = folder / "metrics.jsonl"
         command.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
         assert len(command.living("ray::Worker")) == 2
-        os.killpg(command.process.pid, signal.SIGINT)
+        kill(command.process.pid, number)
         code, out = command.ended()
-    assert code == 130 and f"to continue: fedhassle resume {folder}" in out and "Traceback" not in out
+    assert code == expected and f"to continue: fedhassle resume {folder}" in out and "Traceback" not in out
     before = [json.loads(line)["round"] for line in metrics.read_text().splitlines()]
     steps = small.train_run(reopen(folder, workers=1))
     assert next(steps).t > before[-3]
