@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fedhassle.data.dataset import Dataset
+from fedhassle.data.site.identical import trained_on
 from fedhassle.data.split.split import pooled
 from fedhassle.engine.client_state import ClientState
 from fedhassle.engine.cluster import LOCAL, connected
@@ -145,6 +147,7 @@ def train_in_federation(
     """
     for note in run.split.notes:
         log.info("split: %s", note)
+    tell_copies(run.dataset)
     tell_privacy(run)
     every, origin = run.settings.evaluate_every, about_run(run) | (about or {})
     require_predictions(run, start.state)
@@ -206,6 +209,12 @@ def spending(privacy: Guarantee | None, t: int) -> Metrics:
     if privacy is None or not is_noisy(privacy):
         return {}
     return {EPSILON: privacy.epsilon(t), "delta": privacy.delta}
+
+
+def tell_copies(dataset: Dataset) -> None:
+    """Logs how many test images of a user's own data are training images too."""
+    for note in trained_on(dataset.x_test, dataset.x_train) if dataset.content is not None else ():
+        log.warning("%s", note)
 
 
 def tell_privacy(run: Run) -> None:

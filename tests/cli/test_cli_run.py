@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import small
 import torch
 from PIL import Image
 from small import PNG, but_seconds, call, metrics_of, summary_of
@@ -238,6 +239,18 @@ def test_one_round_is_in_the_singular(words, tmp_path):
     lines = out.splitlines()
     assert ", 1 round, on cpu" in lines[0] and "hassle on small.npz, 1 round, seed 0" in out
     assert "last 1 evaluation " in out
+
+
+def test_a_run_counts_the_test_images_that_are_training_images(without_residuals, tmp_path):
+    """Here 3 of 40, of which one is there twice; `finished` has none, and no such line."""
+    data = small.dataset(train=240)
+    data.x_test[[4, 5, 11]] = data.x_train[[0, 1, 1]]
+    small.save_images(tmp_path / "mixed.npz", data)
+    mine = [*without_residuals, f"data={tmp_path / 'mixed.npz'}", "method=fedavg", "rounds=1"]
+    code, out, _ = call("run", *mine, "--out", tmp_path / "run")
+    line = "test images that are training images too: 3 of 40; the accuracy looks better than it is"
+    assert code == 0 and line in " ".join(out.split())
+    assert line in (tmp_path / "run" / "log.txt").read_text("utf-8")
 
 
 def test_a_run_may_use_an_empty_folder(words, tmp_path):

@@ -132,6 +132,18 @@ def test_an_npz_is_checked_too(tmp_path):
     assert code == 0 and rows(out) == {"0": 1, "1": 1, "unlabelled": 1}
 
 
+def test_test_images_that_are_training_images_are_noted(tmp_path, rng):
+    """Two of four; the folder of a site has no test images."""
+    x = rng.integers(0, 256, (9, 8, 8), np.uint8)
+    test = {"x_test": x[[6, 2, 7, 0]], "y_test": [0, 0, 1, 1]}
+    np.savez(tmp_path / "own.npz", x_train=x[:6], y_train=[0, 1, 0, 1, -1, 0], **test)
+    code, out, _ = call("data", "check", tmp_path / "own.npz", "--picture", tmp_path / "x.png")
+    assert code == 0 and "note: test images that are training images too: 2 of 4;" in out
+    np.savez(tmp_path / "other.npz", x_train=x[3:6], y_train=[0, 1, 0], **test)
+    code, out, _ = call("data", "check", tmp_path / "other.npz", "--picture", tmp_path / "x.png")
+    assert code == 0 and "test images" not in out
+
+
 def test_the_picture_is_never_put_among_the_images(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     code, _, err = call("data", "check", ".")

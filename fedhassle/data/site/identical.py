@@ -1,12 +1,15 @@
-"""Identical images of a site, and those among them whose labels contradict each other."""
+"""Identical images: of a site, with labels that may contradict each other, and test images trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from fedhassle.data import npz
+from fedhassle.data.npz import Images
 from fedhassle.data.site.folder import SiteData
 from fedhassle.data.site.patients import UNKNOWN
 from fedhassle.data.site.validation import digests_of
@@ -39,3 +42,18 @@ def _described(site: SiteData, rows: np.ndarray, class_names: Sequence[str]) -> 
     ]
     patients = set() if site.patients is None else {*site.patients[rows].tolist()} - {UNKNOWN}
     return Identical(tuple(files), contradicting, len(patients) > 1)
+
+
+def trained_on(x_test: Images, x_train: Images) -> tuple[str, ...]:
+    """Returns a note that counts the test images that are training images too; none if no image is both."""
+    count = int(np.isin(digests_of(x_test), digests_of(x_train)).sum())
+    what = f"test images that are training images too: {count:,} of {len(x_test):,}"
+    return (f"{what}; the accuracy looks better than it is",) if count else ()
+
+
+def trained_on_in_file(path: Path) -> tuple[str, ...]:
+    """Returns this note for a site's .npz; none for a folder, or a file without test images."""
+    if path.is_dir() or "x_test" not in npz.stored_names(path):
+        return ()
+    x_test = npz.images(npz.stored_arrays(path, ("x_test",))["x_test"], f"{path}: x_test")
+    return trained_on(x_test, npz.read_labelled(path, npz.TRAINING).x)

@@ -13,7 +13,7 @@ import numpy as np
 from fedhassle.data.npz import Labels
 from fedhassle.data.site.fitting import TO_FIT
 from fedhassle.data.site.folder import ImageForm, Progress, SiteData, read_site, site_classes
-from fedhassle.data.site.identical import Identical, identical_images
+from fedhassle.data.site.identical import Identical, identical_images, trained_on_in_file
 from fedhassle.data.site.intensities import UNSTATED, IntensityRule
 from fedhassle.data.site.labels import suspicious_names
 from fedhassle.data.site.listing import Problem
@@ -82,7 +82,7 @@ def survey(
         tuple(sizes.most_common()),
         skipped(site.problems),
         conversions(site.problems, leave_out=() if form else TO_FIT),
-        (*site.notes, *suspicious_names(wanted.class_names)),
+        (*site.notes, *suspicious_names(wanted.class_names), *trained_on_in_file(path)),
         identical_images(site, wanted.class_names),
         None if site.patients is None else patient_counts(site.patients, site.y, len(wanted.class_names)),
     )
