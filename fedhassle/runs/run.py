@@ -22,7 +22,7 @@ from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError, require
 from fedhassle.files import write_text
 from fedhassle.method import Method
-from fedhassle.names import SESSION, some_of
+from fedhassle.names import SESSION, counted, some_of
 from fedhassle.provenance import hardware, machine
 from fedhassle.runs.folder import (
     Folder,
@@ -30,6 +30,7 @@ from fedhassle.runs.folder import (
     folder_names,
     new_folder,
     release,
+    resume_command,
 )
 from fedhassle.runs.trackers import require_installed
 from fedhassle.settings.build import (
@@ -121,11 +122,13 @@ def start_several(requests: Sequence[tuple[str, Request]], out: Path | None = No
         raise UserError(f"{twice[0]!r} occurs twice: each run needs a name of its own")
     existed = out is not None and Path(out).exists()
     home = Path(out) if out else new_folder(requests[0][1])
+    places = [home / name for name in folder_names(names)]
+    require_none_begun(places)
     started, load = list[Run](), Loader()
     try:
         differing = varied([request for _, request in requests])
-        for name, (_, request), words in zip(folder_names(names), requests, differing, strict=True):
-            started.append(start(request, home / name, load))
+        for place, (_, request), words in zip(places, requests, differing, strict=True):
+            started.append(start(request, place, load))
             write_text(started[-1].folder.varied, "".join(f"{word}\n" for word in words))
     except Exception:
         for run in started:
@@ -134,6 +137,18 @@ def start_several(requests: Sequence[tuple[str, Request]], out: Path | None = No
             home.rmdir()
         raise
     return started
+
+
+def require_none_begun(places: Sequence[Path]) -> None:
+    """Refuses folders of which some hold runs, as those of a sweep that was cut; says how to finish these."""
+    begun = [folder for place in places if (folder := Folder(place)).begun]
+    cut = [folder for folder in begun if not folder.finished]
+    advice = f"resume those that are not finished with {resume_command(*cut)}" if cut else "all are finished"
+    require(
+        not begun,
+        f"{places[0].parent} already holds {len(begun)} of {counted(len(places), 'run')}: {advice}, "
+        "or choose another --out",
+    )
 
 
 class Loader:

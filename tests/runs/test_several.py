@@ -282,6 +282,25 @@ def test_the_error_of_a_run_is_raised_after_the_others_are_done(tmp_path):
     assert (tmp_path / "all" / "0.1" / "summary.json").exists()
 
 
+def test_a_sweep_that_was_cut_says_how_to_finish_it(tmp_path):
+    """Its middle run is finished; the command that it names does the rest."""
+    home = tmp_path / "all"
+    words = ("quick", "rounds=1", "method=fedavg", "method.epochs=1", "--vary", "seed=0,1,2", "--out", home)
+    runs = launched(
+        home,
+        *[(str(seed), ["rounds=1", f"seed={seed}"]) for seed in range(3)],
+        base=["method=fedavg", "method.epochs=1"],
+    )
+    assert ends(several.in_turn(runs[1:2])) == {0: None}
+    code, _, err = call("run", *words)
+    left = f"fedhassle resume {home / '0'} {home / '2'}"
+    assert code == 2 and f"{home} already holds 3 of 3 runs: resume those that are not finished with" in err
+    assert left in err
+    assert call(*left.split()[1:])[0] == 0
+    code, _, err = call("run", *words)
+    assert code == 2 and "holds 3 of 3 runs: all are finished, or choose another --out" in err
+
+
 def test_python_trains_every_combination(tmp_path):
     settings = {"rounds": 1, "method": "fedavg", "method.epochs": 1}
     results = fedhassle.run_several(
