@@ -200,7 +200,12 @@ def _pixels(x: AnyArray, where: str) -> Images:
     if limit is None:
         raise UserError(f"{where} has the type {x.dtype}; expected uint8, or floats in [0, 1]")
     low, high = x.min().item(), x.max().item()
-    if not (low >= 0 and high <= limit):  # written so that NaN is out of range too
+    if np.isnan(high):
+        count = np.count_nonzero(np.isnan(x).any(axis=(1, 2, 3)))
+        raise UserError(
+            f"{where} ({x.dtype}) has NaN in {count:,} of {len(x):,} images; expected 0 to {limit}"
+        )
+    if not (low >= 0 and high <= limit):
         raise UserError(f"{where} ({x.dtype}) runs from {low} to {high}; expected 0 to {limit}")
     if limit == 255:
         return np.ascontiguousarray(x, np.uint8)
