@@ -21,6 +21,7 @@ from fedhassle.errors import DivergedError, require
 from fedhassle.method import Client, Method, Phase, Update, average
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
+from fedhassle.wrapped import unwrapped
 
 log = logging.getLogger("fedhassle")
 
@@ -116,11 +117,13 @@ def federate(
     """Runs Algorithm 1 from round `first` on; an interrupted run resumes from any state."""
     federation.rewind(first - 1)
     told: set[Kind] = set()
+    said = False
     for t in range(first, plan.rounds + 1):
         present = federation.present()
         clients = select(present, plan, t)
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
+        said = said or tell_nobody(method, clients, asked, t)
         messages = [(client, method.message(state, client, t)) for client in asked]
         answers = federation.train(method, messages, t)
         replies, dropped = split_finite(answers, t)
@@ -216,6 +219,18 @@ def tell_idle(method: Method, clients: Sequence[Client], t: int, told: set[Kind]
     for kind in sorted(idle - told):
         log.info("round %d: %s clients do not train: the method does not use them here", t, kind)
     told |= idle
+
+
+def tell_nobody(method: Method, clients: Sequence[Client], asked: Sequence[Client], t: int) -> bool:
+    """Logs that nobody trains although clients hold data, and returns whether that is so."""
+    holding = sum(client.labelled + client.unlabelled > 0 for client in clients)
+    if asked or not holding:
+        return False
+    log.warning(
+        "round %d: nobody trains: the phases of %s are () for all %d clients drawn, though %d hold data",
+        *(t, type(unwrapped(method)).__name__, len(clients), holding),
+    )
+    return True
 
 
 def takes_part(method: Method, client: Client, t: int) -> bool:

@@ -207,6 +207,18 @@ def test_when_nobody_can_train_the_state_is_kept_and_the_log_says_so(caplog):
     assert "round 1" in caplog.text and "w" in caplog.text and "kept" in caplog.text
 
 
+def test_a_round_in_which_nobody_trains_is_a_warning_once(caplog):
+    """A round whose clients hold no data is none."""
+    federation = Scripted({}, (Client("u", 0, 5), Client("v", 0, 6), Client("w", 0, 0)))
+    list(federate(FedAvg(NET, average=0.5), federation, Plan(3, 9), {"w": torch.zeros(1)}))
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert warning.startswith("round 1: nobody trains: the phases of FedAvg are () for all 3 clients drawn")
+    assert warning.endswith("though 2 hold data")
+    caplog.clear()
+    one_round(Scripted({}, (Client("w", 0, 0),)), {"w": torch.zeros(1)})
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
+
+
 def test_a_round_that_trains_all_logs_nothing(caplog):
     with caplog.at_level(logging.INFO, logger="fedhassle"):
         one_round(Scripted({"ann": (3, [1.0])}), {"w": torch.zeros(1)})
