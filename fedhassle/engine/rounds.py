@@ -127,12 +127,14 @@ def federate(
         messages = [(client, method.message(state, client, t)) for client in asked]
         answers = federation.train(method, messages, t)
         replies, dropped = split_finite(answers, t)
+        before = state
         if isinstance(answers, Averages):
             updates = list(answers.means)
             state = method.next_state(state, average(updates), t)
         else:
             updates = [reply.update for reply in replies]
             state = merged(method, plan, state, updates, present, t)
+        require_same_shapes(method, before, state, t)
         tell_untrained(method, updates, t)
         yield Round(t, state, clients, replies, dropped)
 
@@ -177,6 +179,18 @@ def merged(
     share = min(1.0, plan.clients_per_round / len(present))
     counts = expected_counts(method, present, share, t)
     return method.next_state(state, private_means(privacy, method, state, updates, counts, rng), t)
+
+
+def require_same_shapes(method: Method, before: Arrays, after: Arrays, t: int) -> None:
+    """Refuses a state that lacks an array of the one before, or has another shape for it."""
+    for name, old in before.items():
+        new = after.get(name)
+        found = "is missing" if new is None else f"has the shape {tuple(new.shape)}"
+        require(
+            new is not None and new.shape == old.shape,
+            f"{type(unwrapped(method)).__name__}: {name!r} {found} in the state after round {t}; expected "
+            f"{tuple(old.shape)}, as before it: return the whole state, such as state | means",
+        )
 
 
 def split_finite(answers: Sequence[Reply] | Averages, t: int) -> tuple[tuple[Reply, ...], tuple[Reply, ...]]:

@@ -140,6 +140,25 @@ def test_errors_of_phases(right, wrong, message, module, images, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            '{"w": state["w"][:5]}',
+            r"Ridge: 'w' has the shape \(5,\) in the state after round 1; expected \(\d",
+        ),
+        ('{"v": state["w"]}', r"Ridge: 'w' is missing in the state after round 1; expected \(\d"),
+    ],
+)
+def test_a_state_of_another_shape_is_refused_after_its_round(returned, message, module, images, tmp_path):
+    name = "own_state_" + hashlib.sha256(returned.encode()).hexdigest()[:8]
+    added = f"def next_state(self, state, means, t):\n            return {returned}"
+    module(name, METHOD.format(field=added))
+    words = {**small.SETTINGS, "data": str(images), "method": f"{name}:Ridge", "rounds": 2, "threads": 1}
+    with pytest.raises(UserError, match=message):
+        fedhassle.run("quick", words, out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("own_wrong:Absent", "'own_wrong' has no class 'Absent'"),
