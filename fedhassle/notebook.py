@@ -16,7 +16,7 @@ from fedhassle.data.split.dots import draw_split
 from fedhassle.data.split.split import Split
 from fedhassle.data.split.table import ClientRow, table
 from fedhassle.runs.curves import draw_curves
-from fedhassle.runs.live import comparison_table, gaps, own_table
+from fedhassle.runs.live import OWN_TITLE, comparison_table, gaps, own_cells, own_table
 from fedhassle.runs.seeds import SeedGroup
 from fedhassle.settings.build import requested_split
 from fedhassle.settings.request import Request
@@ -110,12 +110,25 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         lead = "".join(f"<li>{html.escape(line.strip())}</li>" for line in gaps(self.groups)[1:])
-        heads = "".join(f"<th>{name}</th>" for name in ("run", "prediction", "seeds", "accuracy (%)"))
         cells = [
-            (group.label, name, str(len(group.runs)), str(group.score(name)))
-            for group in self.groups
-            for name in group.predictions
+            ("run", "prediction", "seeds", "accuracy (%)"),
+            *(
+                (group.label, name, str(len(group.runs)), str(group.score(name)))
+                for group in self.groups
+                for name in group.predictions
+            ),
         ]
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(one)}</td>' for one in row)}</tr>" for row in cells)
+        own = own_cells(self.groups)
+        between = f"<p>{OWN_TITLE}</p>{html_table(own)}" if len(own[0]) > 1 else ""
         below = f"<p>{html.escape(gaps(self.groups)[0])}</p><ul>{lead}</ul>" if lead else ""
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{below}"
+        return html_table(cells) + between + below
+
+
+def html_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table in HTML; its first row is the head."""
+    head, *rows = (
+        "".join(f"<{tag}>{html.escape(one)}</{tag}>" for one in row)
+        for tag, row in zip(["th", *["td"] * (len(cells) - 1)], cells, strict=True)
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -215,6 +215,8 @@ def test_results_and_folders_are_compared(images, tmp_path):
     shown = f"{100 * np.mean(scores[:2]):.2f} ± "
     assert shown in repr(compared) and "wrong" in repr(compared)
     assert f"<td>{shown}" in compared._repr_html_() and "seed by seed" in compared._repr_html_()
+    own = f"<th>wrong</th></tr></thead><tbody><tr><td>fedavg</td><td>{rows[0]['wrong']:.4g}"
+    assert own in compared._repr_html_()
     assert compared.curves._repr_png_().startswith(b"\x89PNG")
     assert found[0].curves._repr_png_().startswith(b"\x89PNG") and "Picture" in repr(found[0].curves)
     with pytest.raises(fedhassle.UserError, match="nothing to compare"):

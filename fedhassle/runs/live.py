@@ -38,6 +38,7 @@ from fedhassle.runs.record import EPSILON, Metrics, Step, evaluations_averaged
 from fedhassle.runs.seeds import SeedGroup, Spread, modes_of
 from fedhassle.terminal import say
 
+OWN_TITLE = "your own metrics, mean ± std over seeds"
 WORD = 22  # letters of a name that stay together: 80 columns less the figures
 
 
@@ -251,17 +252,23 @@ def comparison_table(groups: Sequence[SeedGroup]) -> Table:
 
 def own_table(groups: Sequence[SeedGroup]) -> Table | None:
     """The numbers of a user's own metrics, a row per group; None without any."""
-    own = list(dict.fromkeys(name for group in groups for name in group.own_metrics))
-    if not own:
+    heads, *rows = own_cells(groups)
+    if len(heads) == 1:
         return None
-    title = "your own metrics, mean ± std over seeds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for name in own:
+    table = Table(title=OWN_TITLE, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(heads[0], overflow="fold")
+    for name in heads[1:]:
         table.add_column(escape(name), justify="right")
-    for group in groups:
-        table.add_row(escape(group.label), *(number(group.own_metric(name)) for name in own))
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
+
+
+def own_cells(groups: Sequence[SeedGroup]) -> list[list[str]]:
+    """The head of this table, "run" and the names of the numbers, then its rows."""
+    own = list(dict.fromkeys(name for group in groups for name in group.own_metrics))
+    rows = [[group.label, *(number(group.own_metric(name)) for name in own)] for group in groups]
+    return [["run", *own], *rows]
 
 
 def number(value: Spread | None) -> str:
