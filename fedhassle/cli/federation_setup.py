@@ -1,4 +1,4 @@
-"""`fedhassle federation init`, `join`, `admit` and `expel`: set up a federation."""
+"""`fedhassle federation init`, `certificate`, `join`, `admit` and `expel`: set up a federation."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ Coordinators = Annotated[Path, typer.Argument(help="Folder of the federation, at
 SiteImages = Annotated[Path, typer.Option(help="Images of this site: a folder, or an .npz file.")]
 AgreementHash = Annotated[
     str | None, typer.Option("--hash", help="Hash that the coordinator told you (default: not checked).")
+]
+OtherNames = Annotated[
+    list[str] | None,
+    typer.Option("--also", help="Another address in the server's certificate (default: none)."),
 ]
 FOLDER = Path("federation")
 NO_PATIENTS = (
@@ -91,9 +95,7 @@ def init(
     ] = None,
     patients: AgreedPatients = None,
     intensities: Intensities = None,
-    also: Annotated[
-        list[str] | None, typer.Option(help="Another address in the server's certificate (default: none).")
-    ] = None,
+    also: OtherNames = None,
     out: Annotated[Path, typer.Option(help="Folder to create.")] = FOLDER,
 ) -> None:
     """Create a federation: its agreement, keys and certificates.
@@ -134,6 +136,28 @@ def show_created(agreement: Agreement, made: FederationFolder) -> None:
     say(f"  hash of the agreement  {agreement_hash(agreement)}")
     say(f"  fingerprint of ca.crt  {certificate_fingerprint(made.ca)}")
     say(f"next: each site runs fedhassle federation join, and you admit its key to {made.path}")
+
+
+def certificate(folder: Coordinators = FOLDER, also: OtherNames = None) -> None:
+    """Make a new certificate for the server, in place of the old one.
+
+    It is for the address in federation.toml, the names of the old one, and those of --also. Sites need
+    nothing new, since the federation's own authority signs it. The old files are kept beside the new ones.
+    """
+    require_flower()
+    from fedhassle.federation.agreement import read_agreement
+    from fedhassle.federation.setup.certificate import renew_certificate
+    from fedhassle.federation.setup.folder import federation_folder
+    from fedhassle.federation.setup.keys import names_in, read_certificate, validity
+
+    found = federation_folder(folder)
+    kept = renew_certificate(found, read_agreement(found.agreement).address, also or [])
+    made = read_certificate(found.certificate)
+    say(f"{found.certificate}: {validity(made)}")
+    say(f"for      {', '.join(names_in(made))}")
+    say(f"old      {'  '.join(map(str, kept)) or 'none'}")
+    say("sites need nothing new: ca.crt stays the same")
+    say("the server uses the new certificate from its next start")
 
 
 def chosen_terms(

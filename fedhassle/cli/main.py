@@ -105,7 +105,8 @@ results_app.command(cls=PlainCommand)(results.add)
 results_app.command(cls=PlainCommand)(results.check)
 app.add_typer(federation_app, name="federation")
 for part in (
-    *(federation_setup.init, federation_setup.join, federation_setup.admit, federation_setup.expel),
+    *(federation_setup.init, federation_setup.certificate, federation_setup.join),
+    *(federation_setup.admit, federation_setup.expel),
     *(federation_server.server, federation.node, federation.run, federation_report.report),
     *(federation.status, federation_demo.demo),
 ):

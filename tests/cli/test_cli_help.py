@@ -53,8 +53,12 @@ def test_data_sets_are_listed_one_a_line_with_where_they_are(tmp_path, monkeypat
         (("results", "check"), ("FILE...", "--experiment", "--results", "--data-dir")),
         (
             ("federation",),
-            ("init", "join", "admit", "expel", "server", "node", "run", "report", "status", "demo"),
+            (
+                *("init", "certificate", "join", "admit", "expel", "server", "node", "run", "report"),
+                *("status", "demo"),
+            ),
         ),
+        (("federation", "certificate"), ("[FOLDER]", "--also")),
         (("federation", "next-labels"), ("MODEL", "--data", "--count", "--out", "--page", "--patients")),
         (("federation", "server"), ("[FOLDER]",)),
         (("federation", "node"), ("--data", "--federation", "--name", "--labels", "--hash", "--device")),

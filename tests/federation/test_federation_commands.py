@@ -68,7 +68,7 @@ def test_the_supported_versions_of_flower_are_those_of_the_package():
     [
         *(("init", "--address", "a:1", "--like", "fmnist"), ("join", ".", "--name", "x", "--data", ".")),
         *(("admit", "x", "x.pub"), ("expel", "x"), ("server",), ("node", "--data", "."), ("run",)),
-        *(("status",), ("demo",)),
+        *(("status",), ("demo",), ("certificate",)),
     ],
     ids=lambda words: words[0],
 )
@@ -80,7 +80,7 @@ def test_without_flower_each_command_says_what_to_install(words, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "server", "status"])
+@pytest.mark.parametrize("command", ["run", "server", "status", "certificate"])
 def test_a_folder_without_a_federation_is_refused(command, tmp_path):
     code, _, err = call("federation", command, tmp_path)
     assert code == 2 and "no federation.toml" in err

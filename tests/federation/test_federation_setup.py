@@ -1,4 +1,4 @@
-"""Setting a federation up: init, join, admit and expel, as commands."""
+"""Setting a federation up: init, certificate, join, admit and expel, as commands."""
 
 import shutil
 import socket
@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -89,18 +90,22 @@ def test_init_writes_the_file_and_the_certificates(created):
     assert [path.name for path in folder.parent.iterdir()] == ["federation"]
 
 
-@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "fl.example.org"])
-def test_the_server_is_trusted_by_each_of_its_names(created, name):
+def trusted(folder, ca, name):
     """A handshake over a pair of sockets, with the files that sites have."""
-    folder = FederationFolder(created[0])
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(folder.certificate, folder.server_key)
     here, there = socket.socketpair()
     thread = threading.Thread(target=lambda: server.wrap_socket(there, server_side=True).close())
     thread.start()
-    with here, ssl.create_default_context(cafile=folder.ca).wrap_socket(here, server_hostname=name) as safe:
-        assert safe.version() in ("TLSv1.2", "TLSv1.3")
+    with here, ssl.create_default_context(cafile=ca).wrap_socket(here, server_hostname=name) as safe:
+        found = safe.version() in ("TLSv1.2", "TLSv1.3")
     thread.join(small.LIMIT)
+    return found
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "fl.example.org"])
+def test_the_server_is_trusted_by_each_of_its_names(created, name):
+    assert trusted(FederationFolder(created[0]), created[0] / "ca.crt", name)
 
 
 def test_init_like_a_data_set(tmp_path):
@@ -222,6 +227,93 @@ def test_a_folder_that_cannot_be_written_is_a_user_error_and_leaves_nothing_behi
     code, out, err = init(tmp_path / "link", *CLASSES)
     assert (code, out) == (2, "") and f"{tmp_path / 'link'} cannot be written" in err
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+# certificate
+
+
+def server_files(folder):
+    """The server's certificates and keys, old and new, by name."""
+    found = (*folder.glob("server.crt*"), *(folder / "private").glob("server.key*"))
+    return {path.name: path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize(
+    "name", ["127.0.0.1", "::1", "fl.example.org", "new.example.org", "third.example.org"]
+)
+def test_sites_trust_a_new_certificate_by_its_old_and_new_names(created, coordinator, name):
+    """With the authority that they have; the address has changed to a name that was never named."""
+    file = coordinator / "federation.toml"
+    file.write_text(file.read_text().replace("127.0.0.1:8443", "new.example.org:443"))
+    before = server_files(coordinator)
+    code, out, err = call("certificate", coordinator, "--also", "third.example.org")
+    assert (code, err) == (0, "")
+    assert trusted(FederationFolder(coordinator), created[0] / "ca.crt", name)
+    after = server_files(coordinator)
+    assert {path: after[f"{path}.old1"] for path in before} == before and len(after) == 4
+    assert not set(before.values()) & {after[path] for path in before}
+    names = "new.example.org, third.example.org, 127.0.0.1, fl.example.org, localhost, ::1"
+    assert f"for {names} old" in " ".join(out.split()) and "sites need nothing new" in out
+    year = keys.read_certificate(coordinator / "ca.crt").not_valid_after_utc.year
+    assert f"to {year}-" in out and "server.key.old1" in out
+    assert {mode(path) for path in (coordinator / "private").iterdir()} == {0o600}
+    assert mode(coordinator) == mode(created[0]) and not list(coordinator.glob(".writing-*"))
+
+
+def test_no_old_certificate_is_lost(coordinator):
+    """Neither by a second renewal, nor if a part of the first is missing."""
+    first = server_files(coordinator)
+    assert call("certificate", coordinator)[0] == 0
+    second = server_files(coordinator)
+    (coordinator / "server.crt.old1").unlink()
+    assert call("certificate", coordinator)[0] == 0
+    last = server_files(coordinator)
+    assert last["server.key.old1"] == first["server.key"]
+    for name in ("server.crt", "server.key"):
+        assert last[f"{name}.old2"] == second[name] != last[name]
+    for name in ("server.crt", "private/server.key"):
+        (coordinator / name).unlink()
+    code, out, _ = call("certificate", coordinator, "--also", "fl.example.org")
+    assert code == 0 and "old none" in " ".join(out.split())
+    assert trusted(FederationFolder(coordinator), coordinator / "ca.crt", "fl.example.org")
+
+
+def replaced_authority(folder, **more):
+    for name in ("private/ca.key", "ca.crt"):
+        (folder / name).unlink()
+    keys.make_ca(folder / "private" / "ca.key", folder / "ca.crt", "Zoo", **more)
+
+
+TEN_YEARS_AGO = datetime.now(UTC) - timedelta(days=3651)
+NOT_RENEWED = {
+    "no key of the authority": (
+        lambda folder: (folder / "private" / "ca.key").unlink(),
+        (),
+        "ca.key, the key of the federation's authority, is missing",
+    ),
+    "no authority": (lambda folder: (folder / "ca.crt").unlink(), (), "ca.crt cannot be read"),
+    "an authority that has expired": (
+        lambda folder: replaced_authority(folder, start=TEN_YEARS_AGO),
+        (),
+        "has expired (valid from 20",
+    ),
+    "a damaged certificate": (
+        lambda folder: (folder / "server.crt").write_text("x"),
+        (),
+        "server.crt is not a certificate",
+    ),
+    "no name": (lambda folder: None, ("--also", "a b"), "neither a host name nor an IP address"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RENEWED)
+def test_a_certificate_that_cannot_be_made_leaves_the_old_one(coordinator, case):
+    change, words, message = NOT_RENEWED[case]
+    change(coordinator)
+    before = {path: path.read_bytes() for path in coordinator.rglob("*") if path.is_file()}
+    code, out, err = call("certificate", coordinator, *words)
+    assert code == 2 and message in " ".join(err.split()) and out == ""
+    assert {path: path.read_bytes() for path in coordinator.rglob("*") if path.is_file()} == before
 
 
 # join

@@ -139,6 +139,15 @@ def test_certificates_begin_a_day_early_and_last_ten_years(made):
     ssl.create_default_context(cafile=made / "ca.crt")
 
 
+def test_a_server_certificate_expires_with_its_authority_at_the_latest(made, tmp_path):
+    old = tmp_path / "private" / "ca.key", tmp_path / "ca.crt"
+    keys.make_ca(*old, "old", datetime.now(UTC) - timedelta(days=3650 - 30))
+    keys.make_server_certificate(tmp_path / "private" / "server.key", tmp_path / "server.crt", *old, ["x"])
+    left = keys.read_certificate(tmp_path / "server.crt").not_valid_after_utc
+    assert left == keys.read_certificate(old[1]).not_valid_after_utc
+    assert timedelta(days=29) < left - datetime.now(UTC) < timedelta(days=31)
+
+
 def test_the_server_needs_the_key_of_the_authority(made, tmp_path):
     keys.make_ca(tmp_path / "private" / "ca.key", tmp_path / "ca.crt", "other")
     server = tmp_path / "private" / "server.key", tmp_path / "server.crt"

@@ -240,6 +240,7 @@ def test_an_expired_certificate(tmp_path):
     assert reached.ok and not certificate.ok and not clock.ok
     assert "has expired (valid from 20" in certificate.said
     assert f"clock says {datetime.now(UTC):%Y-%m}" in certificate.said and "timedatectl" in certificate.advice
+    assert certificate.advice.endswith("with: fedhassle federation certificate")
 
 
 def test_a_certificate_of_the_future(tmp_path):
@@ -256,6 +257,7 @@ def test_a_certificate_for_other_names(tmp_path, names):
         certificate = server_checks(address, other.ca)[1]
     assert not certificate.ok
     assert "127.0.0.1" in certificate.said and certificate.said.endswith(", ".join(names))
+    assert certificate.advice.endswith("with: fedhassle federation certificate --also 127.0.0.1")
 
 
 def test_a_host_name_that_the_certificate_lacks(papers):

@@ -15,12 +15,11 @@ from fedhassle.data.site.folder import ImageForm, read_site
 from fedhassle.data.site.intensities import intensity_rule
 from fedhassle.data.site.survey import is_grey, survey
 from fedhassle.errors import UserError, require
-from fedhassle.federation.agreement import Agreement, DataTerms, parsed_address, write_agreement
+from fedhassle.federation.agreement import Agreement, DataTerms, write_agreement
+from fedhassle.federation.setup.certificate import server_names
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.keys import make_ca, make_server_certificate
 from fedhassle.names import nearest
-
-HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
 
 
 def terms_by_classes(class_names: Sequence[str], size: tuple[int, int], channels: int) -> DataTerms:
@@ -82,7 +81,7 @@ def create_federation(agreement: Agreement, out: Path, also: Sequence[str] = ())
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty, and nothing is overwritten: choose another folder with --out")
-    names = [parsed_address(agreement.address).host, *also, *HERE]
+    names = server_names(agreement.address, also)
     try:
         home = out if out.is_dir() else out.parent
         home.mkdir(parents=True, exist_ok=True)

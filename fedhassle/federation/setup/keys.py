@@ -58,16 +58,19 @@ def make_server_certificate(
     names: Sequence[str],
     start: datetime | None = None,
 ) -> None:
-    """Makes the server's key, and a certificate for its host names and IP addresses."""
+    """Makes the server's key, and a certificate for its host names and IP addresses.
+
+    It expires with the authority at the latest, after which no site would accept it.
+    """
     require(bool(names), "a server certificate needs the host name or IP address that sites connect to")
-    alternatives = [_alternative(name) for name in dict.fromkeys(names)]
+    alternatives = list(dict.fromkeys(_alternative(name) for name in names))
     authority = read_certificate(ca_certificate)
     signer = _read_pem_key(ca_key)
     require(authority.public_key() == signer.public_key(), f"{ca_key} is not the key of {ca_certificate}")
     require(not certificate.exists(), f"{certificate} exists already: it is never overwritten")
     made = ec.generate_private_key(CURVE())
     builder = (
-        _builder(_name(names[0]), authority.subject, made.public_key(), start)
+        _builder(_name(names[0]), authority.subject, made.public_key(), start, authority.not_valid_after_utc)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -174,6 +177,26 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise UserError(f"{path} is not a certificate: {error}") from error
 
 
+def names_in(certificate: x509.Certificate) -> list[str]:
+    """The host names and IP addresses that a certificate is for."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names]
+
+
+def validity(certificate: x509.Certificate) -> str:
+    """The first and the last day of a certificate, in words."""
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return f"valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}"
+
+
+def copy_private_key(key: Path, copy: Path) -> None:
+    """Copies a private key to a new file, which only its owner can read."""
+    _write_private(copy, _bytes(key))
+
+
 def others_may_read(path: Path) -> bool:
     """True if other users of this machine can read or change a private file."""
     return os.name == "posix" and bool(path.stat().st_mode & 0o077)
@@ -227,10 +250,15 @@ def _certificate_text(certificate: x509.Certificate) -> str:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, start: datetime | None
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    start: datetime | None,
+    latest: datetime | None = None,
 ) -> x509.CertificateBuilder:
-    """The parts that every certificate has."""
+    """The parts that every certificate has; `latest`: the end of its validity at the latest."""
     now = start or datetime.now(UTC) - EARLIER
+    end = now + timedelta(days=365 * YEARS)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -238,7 +266,7 @@ def _builder(
         .public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now)
-        .not_valid_after(now + timedelta(days=365 * YEARS))
+        .not_valid_after(min(end, latest or end))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
     )
 

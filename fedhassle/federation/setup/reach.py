@@ -17,7 +17,7 @@ from cryptography import x509
 
 from fedhassle.errors import UserError
 from fedhassle.federation.agreement import Address
-from fedhassle.federation.setup.keys import read_certificate
+from fedhassle.federation.setup.keys import names_in, read_certificate, validity
 from fedhassle.federation.setup.proxy import Proxy, connection_to, opened, proxy_for
 from fedhassle.names import some_of
 
@@ -28,6 +28,7 @@ UNTRIED = "not tried: the server does not answer"
 AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
 EXPIRED, NOT_YET_VALID, WRONG_NAMES = 10, 9, (62, 64)  # errors of OpenSSL; 62: host name, 64: IP address
 SET_CLOCK = "set this machine's clock with: timedatectl set-ntp true"
+RENEW = "fedhassle federation certificate"
 
 
 class Check(NamedTuple):
@@ -138,17 +139,16 @@ def _explained(error: ssl.SSLCertVerificationError, address: Address, ca: Path, 
     if code in (EXPIRED, NOT_YET_VALID):
         found, now = _server_certificate(address, timeout), datetime.now(UTC)
         said = f"the server's certificate {'has expired' if code == EXPIRED else 'is not valid yet'}"
-        if found:
-            said += (
-                f" (valid from {found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d})"
-            )
+        said += f" ({validity(found)})" if found else ""
         said += f"; this machine's clock says {now:%Y-%m-%d %H:%M} UTC"
-        advice = f"if the clock is wrong, {SET_CLOCK}; if not, ask the coordinator for a new certificate"
+        advice = f"if the clock is wrong, {SET_CLOCK}; if not, ask the coordinator to make a new certificate "
+        advice += f"with: {RENEW}"
     elif code in WRONG_NAMES:
-        names = _names_of_server(address, timeout)
+        found = _server_certificate(address, timeout)
+        names = names_in(found) if found else []
         said = f"the certificate is not for {address.host}" + (f" but for {some_of(names)}" if names else "")
-        advice = "use one of these names for `address` in federation.toml, or ask the coordinator for a "
-        advice += f"certificate that includes {address.host}"
+        advice = "use one of these names for `address` in federation.toml, or ask the coordinator to "
+        advice += f"make a certificate that includes {address.host} with: {RENEW} --also {address.host}"
     else:
         said = f"the server's certificate is not signed by {ca} ({error.verify_message})"
         advice = "check that ca.crt is the one of this federation; if it is, someone else answers instead of "
@@ -206,18 +206,6 @@ def _server_certificate(address: Address, timeout: float) -> x509.Certificate | 
             return x509.load_der_x509_certificate(line.getpeercert(binary_form=True) or b"")
     except (OSError, ValueError):
         return None
-
-
-def _names_of_server(address: Address, timeout: float) -> list[str]:
-    """The host names and IP addresses in the server's certificate."""
-    found = _server_certificate(address, timeout)
-    if found is None:
-        return []
-    try:
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return [str(name.value) for name in names]
 
 
 def _common_name(name: x509.Name) -> str:
