@@ -237,9 +237,11 @@ def status(folder: Coordinators = FOLDER) -> None:
     """
     require_flower()
     from fedhassle.federation.server.status import read_status
+    from fedhassle.federation.setup.certificate import certificate_fault
     from fedhassle.federation.setup.folder import federation_folder
 
-    found = read_status(federation_folder(folder))
+    place = federation_folder(folder)
+    found = read_status(place)
     say(f"{found.name} at {found.address}, agreement {found.agreed}")
     for site in found.sites:
         why = f"; refused by the last run: {site.refused}" if site.refused else ""
@@ -252,7 +254,12 @@ def status(folder: Coordinators = FOLDER) -> None:
         say(found.trouble)
     elif not found.up:
         again = shlex.join(["fedhassle", "federation", "server", str(folder)])
-        say(f"the server is not running: start it with {again}")
+        fault = certificate_fault(place, found.address) if place.certificate.exists() else ""
+        say(
+            f"the server does not answer: {fault}"
+            if fault
+            else f"the server is not running: start it with {again}"
+        )
     for one in found.runs:
         say(f"run {one.since[:19]}  {one.status:20} {one.folder}")
     if found.warnings:

@@ -46,7 +46,7 @@ def server(
     require_flower()
     from fedhassle.federation.agreement import read_agreement
     from fedhassle.federation.build import headline_of, require_buildable, run_settings
-    from fedhassle.federation.server.host import server_log
+    from fedhassle.federation.server.host import checked_tls, server_log
     from fedhassle.federation.server.keep import keep_server
     from fedhassle.federation.setup.admission import admitted
     from fedhassle.federation.setup.folder import federation_folder
@@ -54,6 +54,7 @@ def server(
     found = federation_folder(folder)
     agreement = read_agreement(found.agreement)
     require_buildable(agreement)  # runs import their method in this process
+    checked_tls(found, agreement.address)  # before the status page is there
 
     def ready() -> None:
         say(f"{agreement.name}: ready at {agreement.address}; log in {server_log(found)}")

@@ -3,12 +3,14 @@
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -29,9 +31,10 @@ from fedhassle.federation.server import calls, host
 from fedhassle.federation.server.audit import Audit
 from fedhassle.federation.setup import reach
 from fedhassle.federation.setup.admission import AdmittedSite, admit_site, admitted
+from fedhassle.federation.setup.certificate import certificate_fault
 from fedhassle.federation.setup.demo import write_demo_sites
 from fedhassle.federation.setup.folder import FederationFolder
-from fedhassle.federation.setup.keys import make_site_key, read_public_key
+from fedhassle.federation.setup.keys import make_server_certificate, make_site_key, read_public_key
 from fedhassle.federation.site import supervise
 from fedhassle.federation.site.supervise import keep_running, site_name
 from fedhassle.files import locked, wait_until_free
@@ -190,6 +193,51 @@ def test_a_server_runs_only_where_its_keys_are(coordinator):
     assert code == 2 and "server.key is missing" in err and "federation init" in err
 
 
+TODAY, LONG_AGO = datetime.now(UTC), datetime.now(UTC) - timedelta(days=3651)
+FAULTS = {
+    "expired": (
+        ["127.0.0.1"],
+        LONG_AGO,
+        f"has expired (valid from {LONG_AGO:%Y-%m-%d} to {LONG_AGO + timedelta(days=3650):%Y-%m-%d})",
+    ),
+    "of the future": (
+        ["127.0.0.1"],
+        TODAY + timedelta(days=3),
+        f"is not valid yet (valid from {TODAY + timedelta(days=3):%Y-%m-%d} to 20",
+    ),
+    "for other names": (["fl.example.org", "::1"], None, "is not for 127.0.0.1 but for fl.example.org, ::1"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_server_whose_certificate_no_site_would_trust_does_not_start(case, coordinator):
+    """`status` says why in the same words; with the command that both name, the server would start."""
+    names, start, message = FAULTS[case]
+    folder = FederationFolder(coordinator)
+    for path in (folder.certificate, folder.server_key):
+        path.unlink()
+    made = folder.server_key, folder.certificate, folder.ca_key, folder.ca
+    make_server_certificate(*made, names, start)
+    code, out, err = call("federation", "server", coordinator)
+    assert (code, out) == (2, "") and message in one_line(err) and not folder.server.exists()
+    command = f"fedhassle federation certificate {coordinator}"
+    assert one_line(err).endswith(f"make a new one with: {command}")
+    assert message in (said := one_line(call("federation", "status", coordinator)[1])) and command in said
+    assert call(*shlex.split(command)[1:])[0] == 0
+    assert certificate_fault(folder, read_agreement(coordinator).address) == ""
+
+
+def test_a_key_that_does_not_fit_its_certificate_is_named(coordinator, tmp_path):
+    folder, other = FederationFolder(coordinator), FederationFolder(tmp_path / "other")
+    folder.server_key.unlink()
+    made = other.server_key, other.path / "x.crt", folder.ca_key, folder.ca
+    make_server_certificate(*made, ["x"])
+    other.server_key.rename(folder.server_key)
+    code, out, err = call("federation", "server", coordinator)
+    assert (code, out) == (2, "") and "server.crt cannot be used with" in one_line(err)
+    assert f"fedhassle federation certificate {coordinator}" in one_line(err)
+
+
 def test_a_port_in_use_is_named(coordinator):
     port = int(read_agreement(coordinator).address.rpartition(":")[2])
     with socket.socket() as listener:
@@ -328,6 +376,30 @@ def test_a_node_that_ends_is_restarted_but_not_for_ever(tmp_path):
             lines.append(line)  # noqa: PERF402 - keeps them although it ends in an error
     assert lines.count("03:04:05 hello") == 6
     assert sum("exit code 7" in line for line in lines) == 5
+
+
+def test_a_node_that_ends_says_what_is_wrong_with_its_server(tmp_path):
+    said = []
+    lines = keep_running(
+        *(python("raise SystemExit(1)"), tmp_path, tmp_path / "log"),
+        pause=lambda seconds: time.sleep(0.01),
+        why=lambda: "the certificate has expired; ask for a new one",
+    )
+    with pytest.raises(UserError, match="6 times in a row: the certificate has expired; ask for a new one"):
+        for line in lines:
+            said.append(line)  # noqa: PERF402 - as above
+    why = "the certificate has expired; ask for a new one"
+    assert said == [f"the node has ended (exit code 1): {why}; restarting it in 5 s"] * 5
+
+
+def test_a_running_node_asks_what_is_wrong_with_its_server(coordinator, monkeypatch):
+    """Here nothing answers at its address."""
+    folder = FederationFolder(coordinator)
+    make_site_key(folder.site_key("x"), folder.site_public("x"), "x")
+    monkeypatch.setattr(supervise, "supernode_command", lambda *words: python("raise SystemExit(1)")())
+    lines = supervise.run_node(folder, "x", read_agreement(coordinator).address, {})
+    assert "refuses connections" in (line := next(lines)) and "(exit code 1): 127.0.0.1:" in line
+    lines.close()
 
 
 def test_a_node_that_has_worked_for_long_is_restarted_each_time(tmp_path):

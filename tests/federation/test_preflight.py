@@ -103,6 +103,8 @@ def test_a_sound_server_passes(papers):
         and f"certified by {papers.ca.parent.name} CA" in certificate.said
     )
     assert clock.said.startswith("within ")
+    with serving(http(datetime.now(UTC)), papers) as address:
+        assert reach.server_fault(address, papers.ca) == ""
 
 
 def test_a_server_that_sends_no_time_passes(papers):
@@ -241,6 +243,8 @@ def test_an_expired_certificate(tmp_path):
     assert "has expired (valid from 20" in certificate.said
     assert f"clock says {datetime.now(UTC):%Y-%m}" in certificate.said and "timedatectl" in certificate.advice
     assert certificate.advice.endswith("with: fedhassle federation certificate")
+    with serving(http(), old) as address:
+        assert reach.server_fault(address, old.ca) == f"{certificate.said}; {certificate.advice}"
 
 
 def test_a_certificate_of_the_future(tmp_path):

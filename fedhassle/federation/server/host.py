@@ -24,6 +24,7 @@ from fedhassle.federation.flower.processes import (
 from fedhassle.federation.server import calls
 from fedhassle.federation.server.calls import Link, link_of, pem
 from fedhassle.federation.setup.admission import AdmittedSite, admitted
+from fedhassle.federation.setup.certificate import certificate_fault
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.files import locked, write_text
 
@@ -52,15 +53,23 @@ def listening_host(host: str) -> str:
     return "::" if known.version == 6 else "0.0.0.0"
 
 
-@contextmanager
-def running_server(folder: FederationFolder) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server inside the block, which begins when the server is ready."""
-    address = parsed_address(read_agreement(folder.agreement).address)
+def checked_tls(folder: FederationFolder, address: str) -> Tls:
+    """Returns the files of the server's TLS; raises unless they exist and sites would trust them."""
     tls = Tls(folder.ca, folder.certificate, folder.server_key)
     for file in tls:
         require(
             file.is_file(), f"{file} is missing: start the server where `fedhassle federation init` was run"
         )
+    fault = certificate_fault(folder, address)
+    require(not fault, fault)
+    return tls
+
+
+@contextmanager
+def running_server(folder: FederationFolder) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server inside the block, which begins when the server is ready."""
+    agreement = read_agreement(folder.agreement)
+    address, tls = parsed_address(agreement.address), checked_tls(folder, agreement.address)
     admitted(folder.path)  # raises if the record is damaged
     folder.server.mkdir(mode=0o700, exist_ok=True)
     home, log, link = flower_home(folder), server_log(folder), link_of(folder)

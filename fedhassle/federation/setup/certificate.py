@@ -1,9 +1,12 @@
-"""The server's certificate, at the coordinator: its names, and a new one in place of the old."""
+"""The server's certificate, at the coordinator: its names, its faults, and a new one in place of the old."""
 
 from __future__ import annotations
 
+import shlex
+import ssl
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -18,6 +21,7 @@ from fedhassle.federation.setup.keys import (
     read_certificate,
     validity,
 )
+from fedhassle.federation.setup.reach import CLOCK_FIRST, RENEW, WRONG_DATES, untrusted
 from fedhassle.files import UNFINISHED, write_errors, write_text
 
 HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
@@ -26,6 +30,35 @@ HERE = ("localhost", "127.0.0.1", "::1")  # for the coordinator's own commands
 def server_names(address: str, more: Sequence[str] = ()) -> list[str]:
     """The names of a server's certificate: that of the address, others, and those of its own machine."""
     return [parsed_address(address).host, *more, *HERE]
+
+
+def certificate_fault(folder: FederationFolder, address: str) -> str:
+    """Says why sites would not trust the server's certificate, and what to do; empty if they would."""
+    host, renew = (
+        parsed_address(address).host,
+        f"make a new one with: {RENEW} {shlex.quote(str(folder.path))}",
+    )
+    try:
+        _greet(folder, host)
+    except ssl.SSLCertVerificationError as error:
+        said = untrusted(error, read_certificate(folder.certificate), host, folder.ca)
+        return f"{said}: {CLOCK_FIRST if error.verify_code in WRONG_DATES else ''}{renew}"
+    except OSError as error:  # ssl.SSLError is one
+        reason = getattr(error, "reason", None) or error.strerror or error
+        return f"{folder.certificate} cannot be used with {folder.server_key} ({reason}): {renew}"
+    return ""
+
+
+def _greet(folder: FederationFolder, host: str) -> None:
+    """Lets a site and the server begin a TLS connection in memory; raises what the site would raise."""
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(folder.certificate, folder.server_key)
+    site = ssl.create_default_context(cafile=folder.ca)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = site.wrap_bio(down, up, server_hostname=host), server.wrap_bio(up, down, server_side=True)
+    for end in (*ends, *ends):
+        with suppress(ssl.SSLWantReadError):  # the other end speaks next
+            end.do_handshake()
 
 
 def renew_certificate(folder: FederationFolder, address: str, also: Sequence[str] = ()) -> list[Path]:

@@ -26,8 +26,10 @@ AGAIN = 5.0  # seconds between two tries to reach a server that does not run yet
 UNTRIED = "not tried: the server does not answer"
 # Flower refuses a signature more than 5 s ahead of the server's clock, or more than 305 s behind it.
 AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
-EXPIRED, NOT_YET_VALID, WRONG_NAMES = 10, 9, (62, 64)  # errors of OpenSSL; 62: host name, 64: IP address
+WRONG_DATES = {10: "has expired", 9: "is not valid yet"}  # errors of OpenSSL
+WRONG_NAMES = (62, 64)  # of a host name, of an IP address
 SET_CLOCK = "set this machine's clock with: timedatectl set-ntp true"
+CLOCK_FIRST = f"if the clock is wrong, {SET_CLOCK}; if not, "
 RENEW = "fedhassle federation certificate"
 
 
@@ -67,6 +69,12 @@ def awaited_server(
         if server[0].ok:
             anew = {check.name: check for check in server}
             return [anew.get(check.name, check) for check in checks]
+
+
+def server_fault(address: Address, ca: Path) -> str:
+    """Says what is wrong with the server or the way to it, and what to do; empty if nothing is."""
+    failed = next((check for check in check_server(address, ca) if not check.ok), None)
+    return "" if failed is None else f"{failed.said}; {failed.advice}"
 
 
 def check_address(address: Address, timeout: float = TIMEOUT) -> Check:
@@ -135,25 +143,30 @@ def check_certificate(address: Address, ca: Path, timeout: float = TIMEOUT) -> l
 
 def _explained(error: ssl.SSLCertVerificationError, address: Address, ca: Path, timeout: float) -> Check:
     """Explains why a certificate is not trusted."""
-    code = error.verify_code
-    if code in (EXPIRED, NOT_YET_VALID):
-        found, now = _server_certificate(address, timeout), datetime.now(UTC)
-        said = f"the server's certificate {'has expired' if code == EXPIRED else 'is not valid yet'}"
-        said += f" ({validity(found)})" if found else ""
-        said += f"; this machine's clock says {now:%Y-%m-%d %H:%M} UTC"
-        advice = f"if the clock is wrong, {SET_CLOCK}; if not, ask the coordinator to make a new certificate "
-        advice += f"with: {RENEW}"
-    elif code in WRONG_NAMES:
-        found = _server_certificate(address, timeout)
-        names = names_in(found) if found else []
-        said = f"the certificate is not for {address.host}" + (f" but for {some_of(names)}" if names else "")
-        advice = "use one of these names for `address` in federation.toml, or ask the coordinator to "
-        advice += f"make a certificate that includes {address.host} with: {RENEW} --also {address.host}"
+    said = untrusted(error, _server_certificate(address, timeout), address.host, ca)
+    if error.verify_code in WRONG_DATES:
+        advice = f"{CLOCK_FIRST}ask the coordinator to make a new certificate with: {RENEW}"
+    elif error.verify_code in WRONG_NAMES:
+        advice = "use one of these names for `address` in federation.toml, or ask the coordinator to make a "
+        advice += f"certificate that includes {address.host} with: {RENEW} --also {address.host}"
     else:
-        said = f"the server's certificate is not signed by {ca} ({error.verify_message})"
         advice = "check that ca.crt is the one of this federation; if it is, someone else answers instead of "
         advice += "the server: do not join, and tell the coordinator"
     return Check("certificate", False, said, advice)
+
+
+def untrusted(
+    error: ssl.SSLCertVerificationError, found: x509.Certificate | None, host: str, ca: Path
+) -> str:
+    """Says why a server's certificate is not trusted; `found`: that certificate, if it is known."""
+    if error.verify_code in WRONG_DATES:
+        said = f"the server's certificate {WRONG_DATES[error.verify_code]}"
+        said += f" ({validity(found)})" if found else ""
+        return f"{said}; this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    if error.verify_code in WRONG_NAMES:
+        names = names_in(found) if found else []
+        return f"the certificate is not for {host}" + (f" but for {some_of(names)}" if names else "")
+    return f"the server's certificate is not signed by {ca} ({error.verify_message})"
 
 
 def _no_tls(error: OSError, address: Address, timeout: float) -> Check:

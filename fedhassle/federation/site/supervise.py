@@ -9,9 +9,11 @@ from pathlib import Path
 import tomli_w
 
 from fedhassle.errors import UserError, require
+from fedhassle.federation.agreement import parsed_address
 from fedhassle.federation.flower.logs import LogReader
 from fedhassle.federation.flower.processes import last_lines, running, supernode_command
 from fedhassle.federation.setup.folder import FederationFolder
+from fedhassle.federation.setup.reach import server_fault
 from fedhassle.files import locked, write_text
 
 CANNOT_WORK = 2  # exit code of a node or worker that would only fail again
@@ -46,6 +48,7 @@ def run_node(folder: FederationFolder, name: str, address: str, options: Mapping
             lambda: supernode_command(address, folder.ca, folder.site_key(name), config),
             home / "flower",
             home / "node.log",
+            why=lambda: server_fault(parsed_address(address), folder.ca),
         )
 
 
@@ -55,8 +58,12 @@ def keep_running(
     log: Path,
     pause: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
+    why: Callable[[], str] = str,
 ) -> Iterator[str]:
-    """Restarts a process whenever it ends; yields its log lines; gives up if it never works for long."""
+    """Restarts a process whenever it ends; yields its log lines; gives up if it never works for long.
+
+    `why` is called after each end, and says what keeps the process from working, if that is known.
+    """
     reader, ends = LogReader(log, log.stat().st_size if log.exists() else 0), 0
     while True:
         began, last = now(), ""
@@ -70,7 +77,11 @@ def keep_running(
         if process.returncode == CANNOT_WORK:
             raise UserError(f"the node cannot work: {last or last_lines(log)}")
         ends = 1 if now() - began > WORKED else ends + 1
+        reason = why()
         if ends > MOST_RESTARTS:
-            raise UserError(f"the node has ended {ends} times in a row: {last_lines(log)}; full log: {log}")
-        yield f"the node has ended (exit code {process.returncode}); restarting it in {RESTART_AFTER:.0f} s"
+            raise UserError(
+                f"the node has ended {ends} times in a row: {reason or last_lines(log)}; full log: {log}"
+            )
+        ended = f"the node has ended (exit code {process.returncode})"
+        yield f"{ended}{': ' if reason else ''}{reason}; restarting it in {RESTART_AFTER:.0f} s"
         pause(RESTART_AFTER)
