@@ -217,7 +217,7 @@ def checked_run(agreement: Agreement) -> Agreement:
     settings = run_settings(agreement)
     if settings.privacy.hide:  # validation images would tell who has labels
         agreement = replace(agreement, data=replace(agreement.data, validation=0.0))
-    require_buildable(agreement)
+    require_buildable(agreement, "this command")
     shown = {
         "method": {"name": settings.method.name},
         "rounds": settings.rounds,

@@ -24,6 +24,7 @@ from fedhassle.wrapped import unwrapped
 ENTRY = 4  # bytes of a number in a message
 MARGIN = 1_000_000  # bytes of an answer beside its vectors
 ON_SERVER = {"device": "cpu", "threads": 1}  # the server trains nothing
+AGREEMENT = "federation.toml"  # where the agreed settings are
 
 
 def empty_dataset(agreement: Agreement) -> Dataset:
@@ -71,15 +72,18 @@ def agreed_privacy(settings: Settings, method: Method) -> SitePrivacy | None:
     return privacy
 
 
-def mask_terms(agreement: Agreement, settings: Settings) -> MaskTerms | None:
-    """Returns the terms of the agreement about masks; None without any."""
+def mask_terms(agreement: Agreement, settings: Settings, where: str = AGREEMENT) -> MaskTerms | None:
+    """Returns the terms of the agreement about masks; None without any.
+
+    `where`: where the user writes settings, for an error.
+    """
     privacy, chosen = build_privacy(settings), settings.privacy
     if not chosen.masks:
         return None
     require(
         privacy is None or not privacy.noise or chosen.noise is not None,
-        "with masks the sites add the noise, so all must know it: write privacy.noise="
-        f"{0.0 if privacy is None else privacy.noise:.4g} beside privacy.epsilon into federation.toml",
+        "with masks the sites add the noise, so all must know it: add privacy.noise="
+        f"{0.0 if privacy is None else privacy.noise:.4g} to {where}, beside privacy.epsilon",
     )
     require(
         not chosen.hide or not agreement.data.validation,
@@ -91,11 +95,14 @@ def mask_terms(agreement: Agreement, settings: Settings) -> MaskTerms | None:
     return MaskTerms(privacy.clip, privacy.noise, bool(chosen.hide))
 
 
-def require_buildable(agreement: Agreement) -> None:
-    """Raises if the method or network cannot be built here, as when the user's own module is missing."""
+def require_buildable(agreement: Agreement, where: str = AGREEMENT) -> None:
+    """Raises if the method or network cannot be built here, as when the user's own module is missing.
+
+    `where`: where the user writes settings, for an error.
+    """
     settings = run_settings(agreement)
     agreed_method(settings, empty_dataset(agreement))
-    mask_terms(agreement, settings)
+    mask_terms(agreement, settings, where)
 
 
 def required_in(agreement: Agreement) -> Required:

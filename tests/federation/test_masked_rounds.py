@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import federations
 import pytest
@@ -210,7 +211,7 @@ def test_each_sites_share_of_the_noise_is_enough_with_the_fewest_survivors(sites
         ("method.name = 'fedmatch'\n", "by a weighted mean, and fedmatch does not"),
         ("method.name = 'local'\n", "by a weighted mean, and local does not"),
         ("method = {name = 'fedavg', merging = 'median'}\n", "leave one of both out"),
-        ("method.name = 'fedavg'\nprivacy.epsilon = 8\n", "write privacy.noise="),
+        ("method.name = 'fedavg'\nprivacy.epsilon = 8\n", r"add privacy\.noise=\S+ to federation\.toml"),
     ],
 )
 def test_what_masks_cannot_do_is_refused(run, says):
@@ -282,7 +283,9 @@ def test_init_checks_what_the_agreement_says_about_privacy(tmp_path):
         "privacy.masks=true",
     )
     code, _, err = small.call(*command, "--out", tmp_path / "a", "privacy.epsilon=8", "rounds=20")
-    assert code == 2 and "write privacy.noise=" in " ".join(err.split()) and not (tmp_path / "a").exists()
+    assert code == 2 and not (tmp_path / "a").exists()
+    added = re.search(r"add (privacy\.noise=\S+) to this command", " ".join(err.split()))[1]
+    assert small.call(*command, "--out", tmp_path / "a", "privacy.epsilon=8", "rounds=20", added)[0] == 0
     assert small.call(*command, "--out", tmp_path / "b", "privacy.hide=true")[0] == 0
     agreed = read_agreement(tmp_path / "b")
     assert agreed.data.validation == 0.0 and agreed.run["privacy"] == {"masks": True, "hide": True}
