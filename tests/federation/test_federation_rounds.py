@@ -271,6 +271,21 @@ def test_waiting_for_sites_ends(tmp_path):
         next(federate(method, here, Plan(1, 3, 0), method.initial(0)))
 
 
+def test_who_is_refused_is_named_while_others_are_awaited(tmp_path):
+    """Until it is gone, or has connected anew and is asked again."""
+    _, here, transport = federation(tmp_path, "fedavg", split=FEW)
+    transport.behaviour["client 2", "query"] = changed(lambda made: Payload({**made.words, "agreed": "0"}))
+    online = r"2 of at least 3 are online \(client 1, client 3\)"
+    with pytest.raises(UserError, match=rf"{online}; online but refused: client 2; start the missing"):
+        here.sites.gather(3)
+    transport.gone = {"client 2"}
+    with pytest.raises(UserError, match=rf"{online}; start the missing"):
+        here.sites.gather(3)
+    transport.gone, transport.behaviour = set(), {}
+    transport.since["client 2"] = "tomorrow"
+    assert list(here.sites.gather(3)) == ["client 1", "client 2", "client 3"]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

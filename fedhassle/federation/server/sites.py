@@ -78,6 +78,7 @@ class Sites:
         self.joined: dict[str, JoinedSite] = {}
         self._asked: dict[str, ConnectedNode] = {}  # by request: nodes that have not introduced themselves
         self._met: dict[ConnectedNode, float] = {}  # nodes that were asked, and the time to ask again
+        self._refused: dict[ConnectedNode, str] = {}  # nodes that are online but refused, and their names
         self._late: dict[str, str] = {}  # by request: sites that have not answered in time
         self._announced: dict[str, Any] = {}  # by site: the counts that it last announced with new labels
 
@@ -126,6 +127,7 @@ class Sites:
         now = self.clock.now()
         self._met = {node: again for node, again in self._met.items() if node in nodes and again > now}
         self._asked = {request: node for request, node in self._asked.items() if node in nodes}
+        self._refused = {node: name for node, name in self._refused.items() if node in nodes}
         new = sorted(nodes - self._met.keys())
         query = Payload(self._query)
         ids = self.transport.push(
@@ -157,6 +159,7 @@ class Sites:
         except RefusedError as refused:
             log.warning("%s is refused: %s", name, refused)
             self.audit.write("refused", site=name, why=str(refused))
+            self._refused[node] = name
             told = Payload({**self._query, "refused": str(refused)})
             self.transport.push([SiteRequest(node.id, "query", told, "hello", self.rules.timeout)])
             return
@@ -252,10 +255,11 @@ class Sites:
         self.audit.write("left", site=name, why=why)
 
     def _state(self, wanted: int) -> str:
-        late = sorted(set(self._late.values()))
+        late, refused = sorted(set(self._late.values())), sorted(self._refused.values())
         words = [f"{len(self.free)} of at least {wanted} are online ({', '.join(self.free) or 'none'})"]
         missing = self.lacking()
         words += [f"required and missing: {', '.join(missing)}"] if missing else []
+        words += [f"online but refused: {', '.join(refused)}"] if refused else []
         words += [f"{len(self._asked)} have not introduced themselves"] if self._asked else []
         words += [f"still busy with an earlier round: {', '.join(late)}"] if late else []
         return "; ".join(words)
