@@ -1,5 +1,6 @@
 """The commands of a running federation: refusals, output, and restarts of a node."""
 
+import errno
 import itertools
 import json
 import os
@@ -390,6 +391,22 @@ def test_a_node_that_ends_says_what_is_wrong_with_its_server(tmp_path):
             said.append(line)  # noqa: PERF402 - as above
     why = "the certificate has expired; ask for a new one"
     assert said == [f"the node has ended (exit code 1): {why}; restarting it in 5 s"] * 5
+
+
+@pytest.mark.parametrize("refuses", ["mkdir", "open"])
+def test_a_node_needs_a_folder_that_it_can_write(refuses, coordinator, monkeypatch):
+    """Refused by the system, whoever runs this test: a new folder, or a file in an existing one."""
+    folder = FederationFolder(coordinator)
+    if refuses == "open":
+        folder.node("x").mkdir(parents=True)
+
+    def denied(path, *words, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, refuses, denied)
+    said = rf"{folder.node('x')} cannot be written \(Permission denied\): .* {coordinator} must be writable"
+    with pytest.raises(UserError, match=said):
+        next(supervise.run_node(folder, "x", "127.0.0.1:9", {}))
 
 
 def test_a_running_node_asks_what_is_wrong_with_its_server(coordinator, monkeypatch):

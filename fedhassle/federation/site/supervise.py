@@ -14,7 +14,7 @@ from fedhassle.federation.flower.logs import LogReader
 from fedhassle.federation.flower.processes import last_lines, running, supernode_command
 from fedhassle.federation.setup.folder import FederationFolder
 from fedhassle.federation.setup.reach import server_fault
-from fedhassle.files import locked, write_text
+from fedhassle.files import check_writable, locked, write_text
 
 CANNOT_WORK = 2  # exit code of a node or worker that would only fail again
 POLL = 0.5  # seconds between two looks into a node's log
@@ -38,7 +38,14 @@ def site_name(folder: FederationFolder, name: str | None) -> str:
 def run_node(folder: FederationFolder, name: str, address: str, options: Mapping[str, str]) -> Iterator[str]:
     """Runs a site's node while the caller iterates; yields the lines of its log."""
     home = folder.node(name)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_writable(home)
+    except OSError as error:
+        raise UserError(
+            f"{home} cannot be written ({error.strerror or error}): the node keeps its log there, so the "
+            f"folder {folder.path} must be writable for the user who runs it"
+        ) from error
     config = home / "node.toml"
     own = {"file": str(folder.agreement.resolve()), "memory": str((home / "memory").resolve())}
     own |= {"audit": str((home / "audit.jsonl").resolve()), "key": str(folder.site_key(name).resolve())}
