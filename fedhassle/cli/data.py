@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedhassle.data.site.survey import Survey
 
 FEW = 10  # problems and sizes shown by default
+ALL_SHOWN = " (fedhassle data check --all shows them)"  # at the end of a list that is cut
 SHOWN_OF_A_SET = 4  # identical images named by default
 
 console = Console()
@@ -112,15 +113,19 @@ def show_problems(
     converted: Sequence[tuple[str, Sequence[str]]],
     most: int | None,
     on: Console,
+    where: str = ALL_SHOWN,
 ) -> None:
-    """Lists the conversions of images and the skipped files; `most` limits the length of lists."""
+    """Lists the conversions of images and the skipped files; `most` limits the length of lists.
+
+    `where` says how to see the rest of a list.
+    """
     for what, files in converted:
         say(on, f"converted: {what}: {counted(len(files), 'image')}")
-        for line in shortened(files, most):
+        for line in shortened(files, most, where):
             say(on, f"  {line}")
     if skipped:
         say(on, f"skipped: {len(skipped):,}")
-        for line in shortened([f"{problem.path}: {problem.what}" for problem in skipped], most):
+        for line in shortened([f"{problem.path}: {problem.what}" for problem in skipped], most, where):
             say(on, f"  {line}")
 
 
@@ -148,11 +153,11 @@ def sizes_line(sizes: Sequence[tuple[tuple[int, int], int]]) -> str:
     return f"{line}, and {len(sizes) - FEW:,} more: {between}"
 
 
-def shortened(lines: Sequence[str], most: int | None) -> list[str]:
-    """Returns the first lines, and a line that counts the rest."""
+def shortened(lines: Sequence[str], most: int | None, where: str = ALL_SHOWN) -> list[str]:
+    """Returns the first lines, and a line that counts the rest; `where` says how to see them."""
     if most is None or len(lines) <= most:
         return list(lines)
-    return [*lines[:most], f"… and {len(lines) - most:,} more (fedhassle data check --all shows them)"]
+    return [*lines[:most], f"… and {len(lines) - most:,} more{where}"]
 
 
 def data_list(data_dir: DataDir = None) -> None:

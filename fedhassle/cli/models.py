@@ -79,7 +79,7 @@ def predict(
     model = chosen_model(path, which, allow_import).on(device)
     used = model.method.headline if mode is None else resolve_mode(mode, model.modes)
     found = image_sources(images, model.image_size, model.intensities)
-    show_problems(found.problems, (), FEW, errors)
+    show_problems(found.problems, (), FEW, errors, where="")
     table = csv_rows(model, used, found.images, probabilities, errors)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(table)
@@ -263,7 +263,7 @@ def csv_rows(
     require(unread < len(found), f"none of the {len(found):,} images could be read")
     if unread:
         say(errors, f"fedhassle: {unread:,} of {len(found):,} images could not be read and have no class")
-    show_problems((), conversions(problems, TO_FIT), FEW, errors)
+    show_problems((), conversions(problems, TO_FIT), FEW, errors, where="")
 
 
 def prediction_columns(

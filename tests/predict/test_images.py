@@ -166,6 +166,14 @@ def test_conversions_are_reported_once_for_all_images(finished, photos, pixels):
     ]
 
 
+def test_a_long_list_of_conversions_names_no_command_for_the_folder_of_a_site(finished, photos, pixels):
+    for k in range(12):
+        Image.fromarray(pixels[0].astype(np.uint16) * 257).save(photos / f"{k:02}.png")
+    _, err = predicted(finished[0], photos)
+    assert err.splitlines()[0] == "converted: 16 bits: upper 8 kept: 12 images"
+    assert err.splitlines()[-1] == "  … and 2 more"
+
+
 def test_a_model_predicts_on_the_pixels_that_a_site_would_train_on(finished, photos, pixels, model):
     Image.fromarray(pixels[0].astype(np.uint16) * 200).save(photos / "a.png")
     Image.fromarray(np.stack([pixels[1]] * 4, -1)).resize((30, 20)).save(photos / "b.png")
