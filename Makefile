@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: .venv/installed ## install, then train HASSLE on the included images (about two minutes)
+run: .venv/installed ## install, then train HASSLE on the included images (about a minute of training)
 	$(BIN)/fedhassle run
 
 test: .venv/installed-test ## install the test tools, then run the tests and `make lint`
