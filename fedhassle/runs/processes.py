@@ -8,14 +8,13 @@ neither.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -116,9 +115,13 @@ def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
     waiting, going = enumerate(runs), list[Child]()
     try:
         while True:
-            for i, run in itertools.islice(waiting, width - len(going)):
+            while len(going) < width and (following := next(waiting, None)) is not None:
+                i, run = following
                 yield Event(i, begun=run, together=width)
-                going.append(begun(Task(i, run.folder.path, run.settings.as_toml(), width), run.name))
+                try:
+                    going.append(begun(Task(i, run.folder.path, run.settings.as_toml(), width), run.name))
+                except OSError as error:  # no memory, or too many processes: the others go on
+                    yield Event(i, error=error)
             if not going:
                 return
             ready = wait([child.line for child in going])
@@ -141,19 +144,21 @@ def in_processes(runs: Iterable[Run], width: int) -> Generator[Event]:
 
 def begun(task: Task, name: str) -> Child:
     """Starts a process for a run."""
-    ours, theirs = Pipe()
-    errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
     cores = str(max(1, available_cores() // task.share))
     limits = {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", ENTRY, str(theirs.fileno())],  # -P: imports as in this process
-        env=os.environ | limits | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        pass_fds=(theirs.fileno(),),
-        stdin=subprocess.DEVNULL,
-        stdout=errors,
-        stderr=errors,
-        process_group=0,  # Ctrl-C in a terminal is for this process, which asks the others to stop
-    )
+    with ExitStack() as opened:
+        ours, theirs = map(opened.enter_context, Pipe())
+        errors = opened.enter_context(tempfile.TemporaryFile())
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", ENTRY, str(theirs.fileno())],  # -P: imports as in this process
+            env=os.environ | limits | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            process_group=0,  # Ctrl-C in a terminal is for this process, which asks the others to stop
+        )
+        opened.pop_all()  # `end` closes them
     theirs.close()
     with suppress(ConnectionError):  # if it has died already, `received` says why
         ours.send(task)

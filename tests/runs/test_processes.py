@@ -104,6 +104,27 @@ def test_a_process_that_ends_before_it_has_its_task_is_an_error_of_its_run(tmp_p
     assert "No module named fedhassle.no_such_module" in str(found[0])
 
 
+def test_a_process_that_cannot_start_is_an_error_of_its_run(tmp_path, monkeypatch):
+    """The first two of three, as if memory were short; what was opened for them is closed."""
+    start, open_pipe, open_file = subprocess.Popen, processes.Pipe, processes.tempfile.TemporaryFile
+    opened, failures = [], iter([OSError(12, "no memory"), OSError(12, "no memory")])
+
+    def fail_twice(*given, **options):
+        if (error := next(failures, None)) is not None:
+            raise error
+        return start(*given, **options)
+
+    monkeypatch.setattr(processes, "Pipe", lambda: opened.extend(ends := open_pipe()) or ends)
+    monkeypatch.setattr(
+        processes.tempfile, "TemporaryFile", lambda: opened.append(file := open_file()) or file
+    )
+    monkeypatch.setattr(processes.subprocess, "Popen", fail_twice)
+    runs = launched(tmp_path, ("a", []), ("b", ["seed=1"]), ("c", ["seed=2"]), base=FEDAVG)
+    found = ends(in_processes(runs, 1))
+    assert [str(found[i]) for i in (0, 1)] == ["[Errno 12] no memory"] * 2 and found[2] is None
+    assert len(opened) == 9 and all(one.closed for one in opened)
+
+
 def test_files_of_the_current_folder_are_no_modules_of_a_process(tmp_path, monkeypatch):
     """Here one of the same name as a part of Python's library, which this process has imported."""
     runs = launched(tmp_path / "runs", ("a", []), base=FEDAVG)
