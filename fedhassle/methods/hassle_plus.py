@@ -32,7 +32,7 @@ LABELS_ALONE = 0.3  # share of the rounds before w_U starts
 
 @dataclass(frozen=True)
 class HasslePlus(Method):
-    """w_S learns from labels, later w_U from labels and confident pseudo-labels; all clients train w_U.
+    """w_S learns from labels, later w_U from labels and pseudo-labels; unlabelled clients train w_U alone.
 
     Full clients train both on labels, partial ones w_S on labels and w_U on all. w_U starts from m_S, the
     mean of w_S over rounds; from then on each stays near the other. The means m_S and m_U give the
