@@ -123,7 +123,7 @@ def federate(
         clients = select(present, plan, t)
         tell_idle(method, clients, t, told)
         asked = [client for client in clients if takes_part(method, client, t)]
-        said = said or tell_nobody(method, clients, asked, t)
+        said = said or tell_nobody(method, present, asked, t)
         messages = [(client, method.message(state, client, t)) for client in asked]
         answers = federation.train(method, messages, t)
         replies, dropped = split_finite(answers, t)
@@ -235,14 +235,14 @@ def tell_idle(method: Method, clients: Sequence[Client], t: int, told: set[Kind]
     told |= idle
 
 
-def tell_nobody(method: Method, clients: Sequence[Client], asked: Sequence[Client], t: int) -> bool:
-    """Logs that nobody trains although clients hold data, and returns whether that is so."""
-    holding = sum(client.labelled + client.unlabelled > 0 for client in clients)
-    if asked or not holding:
+def tell_nobody(method: Method, present: Sequence[Client], asked: Sequence[Client], t: int) -> bool:
+    """Logs that the method trains no client at all although some hold data; returns whether that is so."""
+    holding = sum(client.labelled + client.unlabelled > 0 for client in present)
+    if asked or not holding or any(takes_part(method, client, t) for client in present):
         return False
     log.warning(
-        "round %d: nobody trains: the phases of %s are () for all %d clients drawn, though %d hold data",
-        *(t, type(unwrapped(method)).__name__, len(clients), holding),
+        "round %d: nobody trains: the phases of %s are () for all %d clients, though %d hold data",
+        *(t, type(unwrapped(method)).__name__, len(present), holding),
     )
     return True
 

@@ -207,15 +207,18 @@ def test_when_nobody_can_train_the_state_is_kept_and_the_log_says_so(caplog):
     assert "round 1" in caplog.text and "w" in caplog.text and "kept" in caplog.text
 
 
-def test_a_round_in_which_nobody_trains_is_a_warning_once(caplog):
-    """A round whose clients hold no data is none."""
+def test_a_method_that_trains_nobody_is_a_warning_once(caplog):
+    """Not if no client holds data, nor if those that it trains were not drawn in this round."""
     federation = Scripted({}, (Client("u", 0, 5), Client("v", 0, 6), Client("w", 0, 0)))
     list(federate(FedAvg(NET, average=0.5), federation, Plan(3, 9), {"w": torch.zeros(1)}))
     (warning,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
-    assert warning.startswith("round 1: nobody trains: the phases of FedAvg are () for all 3 clients drawn")
+    assert warning.startswith("round 1: nobody trains: the phases of FedAvg are () for all 3 clients")
     assert warning.endswith("though 2 hold data")
     caplog.clear()
     one_round(Scripted({}, (Client("w", 0, 0),)), {"w": torch.zeros(1)})
+    idle = (Client("u", 0, 5), Client("v", 0, 6), Client("w", 0, 7), Client("x", 4, 0))
+    assert [client.name for client in select(idle, Plan(1, 1), 1)] != ["x"]
+    list(federate(FedAvg(NET), Scripted({}, idle), Plan(1, 1), {"w": torch.zeros(1)}))
     assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 
