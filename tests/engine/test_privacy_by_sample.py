@@ -13,7 +13,7 @@ from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from fedhassle.architectures import LeNet
 from fedhassle.engine.client import visit
 from fedhassle.engine.device import Engine
-from fedhassle.engine.gpu.program import Program, stretch_functions
+from fedhassle.engine.gpu.program import Program, Seat, stretch_functions
 from fedhassle.engine.gpu.recording import capture_obstacle
 from fedhassle.engine.gpu.shapes import shape_of
 from fedhassle.engine.job import anew_walk, draw
@@ -259,8 +259,8 @@ def test_a_private_step_waits_for_nothing_on_the_device():
     method = BySample.of(Hassle(small.net(LeNet, width=0.25), **short), mechanism=Mechanism(0.5, 0.8))
     here, engine = small.site(labelled=range(20), unlabelled=range(30, 60)), Engine(small.CPU)
     for job in visit(method, here, method.message(method.initial(0), here.client, 1), None, 1, 0).jobs:
-        program = Program(job, job.message, {}, draw(job))
-        functions = stretch_functions(job, program.questions(job, engine), engine)
+        program = Program(Seat.of(job, job.message, {}, draw(job)))
+        functions = stretch_functions(job, program.example.questions(job, engine), engine)
         assert capture_obstacle(functions, program) == ""
 
 
