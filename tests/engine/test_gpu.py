@@ -81,19 +81,25 @@ def test_a_step_with_dropout_is_captured_and_is_the_eager_one(name, build, compi
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def assert_trained_as_alone(pool, method, sites):
+    """Asserts that clients end two rounds, the second of replays, as if each had trained alone."""
+    message = begun(method)
+    with pool.engine.active():
+        for t in (1, 2):
+            visits = [visit(method, site, message, None, t, 0) for site in sites]
+            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
+                expected, _ = train(method, site, message, None, t, 0)
+                for trained in expected.arrays:
+                    assert relative(found.arrays[trained], expected.arrays[trained]) < 1e-3
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
 def test_replayed_steps_with_dropout_have_a_mask_each(compiled, caplog):
     """23 steps: two stretches of ten, one of two and one of one, on clients that share two lanes."""
     method = made("fedavg", small.Dropping, steps=23, lr=0.001)
     engine = Engine(CUDA, "fp32", lanes=2, compile=compiled)
     sites = [on(CUDA), on(CUDA, range(30), (), "ben"), on(CUDA, range(10, 40), (), "cleo")]
-    pool, message = Lanes(engine), begun(method)
-    with engine.active():
-        for t in (1, 2):
-            visits = [visit(method, site, message, None, t, 0) for site in sites]
-            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
-                expected, _ = train(method, site, message, None, t, 0)
-                assert relative(found.arrays["w"], expected.arrays["w"]) < 1e-3
+    assert_trained_as_alone(Lanes(engine), method, sites)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -107,14 +113,8 @@ def test_clients_that_share_kernels_end_as_if_alone(name, compiled, caplog):
     method = made(name, LeNet, steps=13, lr=0.001)
     sites = [on(CUDA, range(20 * i, 20 * i + 20), range(60, 81), str(i)) for i in range(3)]
     engine = Engine(CUDA, "fp32", lanes=2, compile=compiled, stack=4)
-    pool, message = Lanes(engine), begun(method)
-    with engine.active():
-        for t in (1, 2):
-            visits = [visit(method, site, message, None, t, 0) for site in sites]
-            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
-                expected, _ = train(method, site, message, None, t, 0)
-                for trained in expected.arrays:
-                    assert relative(found.arrays[trained], expected.arrays[trained]) < 1e-3
+    pool = Lanes(engine)
+    assert_trained_as_alone(pool, method, sites)
     assert {form.seats for form in pool.seconds} == {4}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 

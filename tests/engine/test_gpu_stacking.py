@@ -2,16 +2,15 @@
 
 import logging
 
-import numpy as np
 import pytest
 import small
 import torch
-from on_lanes import clients, pool
+from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from torch.utils import _pytree as pytree
 
 from fedhassle import layers
 from fedhassle.architectures import LeNet, ResNet8
-from fedhassle.engine.client import train, visit
+from fedhassle.engine.client import visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.chains import Chain, grouped
 from fedhassle.engine.gpu.program import STRETCH, Program, Seat, common_stretches, stretch_functions
@@ -42,29 +41,18 @@ def visits(method, sites, t=1):
     return [visit(method, site, method.message(state, site.client, t), None, t, 0) for site in sites]
 
 
+def assert_close(found, expected):
+    """Asserts equal updates and states up to rounding, with names in the same order."""
+    (update, kept), (other, memory) = found, expected
+    assert (update.client, update.samples) == (other.client, other.samples)
+    assert list(update.arrays) == list(other.arrays) and list(kept) == list(memory)
+    for mine, its in ((update.arrays, other.arrays), (update.losses, other.losses), (kept, memory)):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(update.labelling, other.labelling)
+
+
 def assert_trained_as_alone(made, method, sites, rounds=2):
-    """Asserts that clients end round after round as if each had trained alone, up to rounding."""
-    state, memory = method.initial(0), {}
-    for t in range(1, rounds + 1):
-        asked = [
-            (method, site, method.message(state, site.client, t), memory.get(site.client.name), t, 0)
-            for site in sites
-            if method.phases(site.client, t)
-        ]
-        found = made.train([visit(*one) for one in asked])
-        for (update, kept), (other, remembered) in zip(found, map(train_alone, asked), strict=True):
-            assert (update.client, update.samples) == (other.client, other.samples)
-            assert list(update.arrays) == list(other.arrays) and list(kept) == list(remembered)
-            torch.testing.assert_close(update.arrays, other.arrays, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(update.losses, other.losses, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(kept, remembered, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(update.labelling, other.labelling)
-        memory = {update.client.name: kept for update, kept in found if kept}
-        state = method.merge(state, [update for update, _ in found], t, np.random.default_rng(t))
-
-
-def train_alone(asked):
-    return train(*asked)
+    assert_lanes_train_as_eagerly(made, method, sites, rounds, assert_close)
 
 
 def seats_used(made):

@@ -38,7 +38,7 @@ def assert_same(found, expected):
     torch.testing.assert_close(update.labelling, other.labelling, rtol=0, atol=0)
 
 
-def assert_lanes_train_as_eagerly(made, method, sites, rounds=2):
+def assert_lanes_train_as_eagerly(made, method, sites, rounds=2, assert_same=assert_same):
     """Asserts that lanes train like eager training, round after round, and do not change their inputs."""
     state, memory = method.initial(0), {}
     for t in range(1, rounds + 1):
