@@ -129,7 +129,6 @@ def join(address: str, **started: Any) -> None:
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
-
     if address not in (LOCAL, AUTO):
         require_reachable(address)
     try:

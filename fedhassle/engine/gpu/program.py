@@ -155,11 +155,12 @@ class Program:
         if steps not in self.places:
             self.places[steps] = [place[:steps] for place in self.schedule.tensors]
         if len(self.seats) == 1:
-            return copy_all(self.places[steps], known[0])
-        filled = [tensors or known[0] for tensors in (*given, *[None] * (len(self.seats) - len(given)))]
+            copy_all(self.places[steps], known[0])
+            return
+        empty = [None] * (len(self.seats) - len(given))
+        filled = [tensors or known[0] for tensors in (*given, *empty)]
         for place, tensors in zip(self.places[steps], zip(*filled, strict=True), strict=True):
             torch.stack(tensors, 1, out=place)
-        return None
 
     def run(self, functions: StretchFunctions, steps: int) -> None:
         """Runs the first steps of the loaded schedules."""

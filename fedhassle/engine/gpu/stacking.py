@@ -1,7 +1,7 @@
 """Steps of several jobs in the same kernels: every tensor of a step has an axis of seats, one for each job.
 
-A GPU starts about one kernel per microsecond. Those of a small network take little longer, so jobs side by
-side on lanes gain little, and one kernel for several jobs much.
+The kernels of a small network are short, and starting them probably limits the GPU: jobs side by side on
+lanes gain little. One kernel for several jobs has to be started once.
 """
 
 from __future__ import annotations

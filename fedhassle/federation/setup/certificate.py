@@ -34,10 +34,8 @@ def server_names(address: str, more: Sequence[str] = ()) -> list[str]:
 
 def certificate_fault(folder: FederationFolder, address: str) -> str:
     """Says why sites would not trust the server's certificate, and what to do; empty if they would."""
-    host, renew = (
-        parsed_address(address).host,
-        f"make a new one with: {RENEW} {shlex.quote(str(folder.path))}",
-    )
+    host = parsed_address(address).host
+    renew = f"make a new one with: {RENEW} {shlex.quote(str(folder.path))}"
     try:
         _greet(folder, host)
     except ssl.SSLCertVerificationError as error:
