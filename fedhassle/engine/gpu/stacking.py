@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fedhassle.engine.client import Buffers
 from fedhassle.engine.gpu.graphs import Flat, traced
+from fedhassle.engine.gpu.products import AsProducts
 from fedhassle.engine.gpu.program import STRETCH, Program, StretchFunctions, StretchInputs
 from fedhassle.engine.job import Schedule
 from fedhassle.errors import first_line
@@ -70,6 +71,7 @@ def over_stacks(
 
     def call(*trees: Any) -> Any:
         with torch.no_grad():  # the backward pass is part of the graph
-            return flat.result(torch.vmap(graph, tuple(axes), axis)(*pytree.tree_leaves(trees)))
+            batched = torch.vmap(AsProducts(graph).run, tuple(axes), axis)
+            return flat.result(batched(*pytree.tree_leaves(trees)))
 
     return call
