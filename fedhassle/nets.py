@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedhassle.architectures import LeNet, ResNet8, ResNet18, Shape, WideResNet28
 from fedhassle.capture import CAPTURE_LOCK
@@ -31,6 +32,7 @@ ALIGNED = 8
 # `SMALL` pixels go in smaller passes, since their feature maps take more memory.
 IMAGES_A_PASS = {"cpu": 1000, "cuda": 2500}
 SMALL = 32 * 32
+LARGE = 50e6  # operations for an image: kernels of a step of 128 images then take 0.1 ms of a large GPU
 
 # Held while using PyTorch's global random state, from which modules draw their weights and some layers noise.
 drawing = threading.RLock()
@@ -158,6 +160,18 @@ class Net:
         self.n_kernels = sum(self.weight_sizes[: self._n_kernel_pieces])
         self.n_weights = sum(self.weight_sizes)
         self.n_statistics = sum(self.statistic_sizes)
+
+    @cached_property
+    def operations(self) -> int:
+        """Multiplications and additions for one image; training takes three times as many."""
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.logits(self.initial(0), torch.zeros(1, *self.shape))
+        return int(counter.get_total_flops())
+
+    @property
+    def is_small(self) -> bool:
+        """True if a large GPU takes about as long to start the kernels of a training step as to run them."""
+        return self.operations < LARGE
 
     def projected(self, vector: Tensor) -> Tensor:
         """The nearest vector that a module can have, for one with noise: zero padding, positive variances."""

@@ -61,7 +61,7 @@ def named(peer: str, how: How) -> str:
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 GRAPHS = "reduce-overhead"  # torch.compile with CUDA graphs: pfl's fastest mode
 FAST = How(compile="default", precision="bf16")  # ours in a long run on a GPU
-STACKED = replace(FAST, stack=16)
+STACKED = replace(FAST, stack=8)  # as by default
 
 # On a GPU the peers' fastest: alone, and as several processes that use it at the same time. One process goes
 # first, since the others then find its compiled code in PyTorch's cache.

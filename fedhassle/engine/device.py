@@ -12,6 +12,7 @@ import torch
 Precision = Literal["bf16", "tf32", "fp32"]
 
 LANES = 8  # measured in docs/speed-log.md
+STACK = 8  # measured in docs/speed.md
 
 
 class Engine(NamedTuple):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedhassle.engine.cores import available_cores
 from fedhassle.engine.simulator import clients_of
@@ -34,9 +33,7 @@ from fedhassle.runs.run import Run
 from fedhassle.settings.hashing import own_code_of
 
 MOST = 16  # processes that share a device; more have not been tried
-# A training step of 128 images takes about as long on a large GPU as starting its kernels: 0.1 ms.
-SMALL = 50e6  # operations of a network per image
-MEMORY = 2e9  # bytes of a GPU that a process needs beside its images
+MEMORY = 5e9  # bytes of a GPU that a process needs beside its images: HASSLE with LeNet took 3.6 GB
 WORTH = 1e12  # operations of a run on a CPU, below which its process would take too long to start: about 10 s
 ENTRY = "fedhassle.runs.process"  # the module that a process runs
 
@@ -68,19 +65,17 @@ def gain_from_processes(run: Run) -> bool:
     """True if a run gains from sharing its device with other processes, and can be sent to one."""
     if run.settings.distributed or uses_session(run):
         return False
-    an_image = max(map(operations, set(run.method.networks().values())))
-    if an_image >= SMALL:
+    networks = set(run.method.networks().values())
+    if not all(net.is_small for net in networks):
         return False
     if run.device.type == "cuda":
         return mps.available()
-    return os.name == "posix" and run.settings.threads > 1 and 3 * an_image * images_seen(run) > WORTH
+    return os.name == "posix" and run.settings.threads > 1 and operations_of(run, networks) > WORTH
 
 
-def operations(net: Net) -> int:
-    """Multiplications and additions of a network for one image; training takes three times as many."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        net.logits(net.initial(0), torch.zeros(1, *net.shape))
-    return int(counter.get_total_flops())
+def operations_of(run: Run, networks: Iterable[Net]) -> float:
+    """Multiplications and additions of a run, if it trains the largest of its networks on all images."""
+    return 3 * max(net.operations for net in networks) * images_seen(run)
 
 
 def images_seen(run: Run) -> float:

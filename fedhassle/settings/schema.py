@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from fedhassle.data.catalogue import CATALOGUE
 from fedhassle.engine.cluster import require_address
 from fedhassle.engine.cores import available_cores
-from fedhassle.engine.device import LANES
+from fedhassle.engine.device import LANES, STACK
 from fedhassle.errors import UserError, first_line, require
 from fedhassle.method import Method
 from fedhassle.methods import METHODS
@@ -139,7 +139,7 @@ class Settings(BaseModel):
     workers: int = Field(default=1, ge=1, le=64)  # processes that share a run, each with a GPU or `threads`
     ray: str | None = None  # the cluster of the workers: local, auto or HOST:PORT; default: local if several
     lanes: int = Field(default=LANES, ge=1, le=256)  # clients in parallel on a GPU, if its memory allows
-    stack: int = Field(default=1, ge=1, le=64)  # clients of a small network that share each kernel of a GPU
+    stack: int = Field(default=STACK, ge=1, le=64)  # clients of small networks that share a GPU's kernels
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # of matrix products on a GPU
     compile: bool | None = None  # compile kernels for a GPU, which takes a minute; default: when it pays
     deterministic: bool = False  # bitwise equal runs on one GPU; slower

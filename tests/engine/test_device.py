@@ -11,7 +11,7 @@ from small import but_seconds, call, cut, metrics_of, resolved
 from torch import nn
 
 from fedhassle.architectures import LeNet, ResNet8
-from fedhassle.engine.device import LANES, Engine
+from fedhassle.engine.device import LANES, STACK, Engine
 from fedhassle.errors import UserError
 from fedhassle.layers import Stem
 from fedhassle.nets import Net
@@ -216,9 +216,11 @@ def test_on_a_cpu_there_is_one_precision_and_nothing_is_compiled():
         *("fp32", False, LANES),
         False,
     )
-    assert build_engine(settings) == Engine(CPU, "fp32", LANES, False, False)
-    chosen = resolved("device=cpu", "precision=fp32", "compile=false", "lanes=3", "deterministic=true")
-    assert build_engine(chosen) == Engine(CPU, "fp32", 3, compile=False, deterministic=True)
+    assert build_engine(settings) == Engine(CPU, "fp32", LANES, stack=STACK)
+    chosen = resolved(
+        "device=cpu", "precision=fp32", "compile=false", "lanes=3", "stack=1", "deterministic=true"
+    )
+    assert build_engine(chosen) == Engine(CPU, "fp32", 3, deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     settings = resolved("device=auto", f"rounds={COMPILED_ROUNDS}")
-    assert build_engine(settings) == Engine(torch.device("cuda"), "bf16", LANES, True, False)
+    assert build_engine(settings) == Engine(torch.device("cuda"), "bf16", LANES, compile=True, stack=STACK)
     settings = resolved("device=cuda", "precision=fp32", "deterministic=true", "lanes=2")
     assert build_engine(settings) == Engine(torch.device("cuda"), "fp32", 2, False, True)
 

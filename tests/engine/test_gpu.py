@@ -83,14 +83,15 @@ def test_a_step_with_dropout_is_captured_and_is_the_eager_one(name, build, compi
 
 def assert_trained_as_alone(pool, method, sites):
     """Asserts that clients end two rounds, the second of replays, as if each had trained alone."""
-    message = begun(method)
+    state = begun(method)
     with pool.engine.active():
         for t in (1, 2):
-            visits = [visit(method, site, message, None, t, 0) for site in sites]
-            for site, (found, _) in zip(sites, pool.train(visits), strict=True):
-                expected, _ = train(method, site, message, None, t, 0)
-                for trained in expected.arrays:
-                    assert relative(found.arrays[trained], expected.arrays[trained]) < 1e-3
+            asked = [(method, site, method.message(state, site.client, t), None, t, 0) for site in sites]
+            trained = pool.train([visit(*one) for one in asked])
+            for one, (found, _) in zip(asked, trained, strict=True):
+                expected, _ = train(*one)
+                for name, vector in expected.arrays.items():
+                    assert relative(found.arrays[name], vector) < 1e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
@@ -111,7 +112,7 @@ def test_replayed_steps_with_dropout_have_a_mask_each(compiled, caplog):
 def test_clients_that_share_kernels_end_as_if_alone(name, compiled, caplog):
     """Of 13 steps: a stretch of ten, one of two and one of one; the second round replays them."""
     method = made(name, LeNet, steps=13, lr=0.001)
-    sites = [on(CUDA, range(20 * i, 20 * i + 20), range(60, 81), str(i)) for i in range(3)]
+    sites = small.beside(*(on(CUDA, range(20 * i, 20 * i + 20), range(60, 81), str(i)) for i in range(3)))
     engine = Engine(CUDA, "fp32", lanes=2, compile=compiled, stack=4)
     pool = Lanes(engine)
     assert_trained_as_alone(pool, method, sites)

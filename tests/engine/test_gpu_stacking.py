@@ -8,7 +8,7 @@ import torch
 from on_lanes import assert_lanes_train_as_eagerly, clients, pool
 from torch.utils import _pytree as pytree
 
-from fedhassle import layers
+from fedhassle import layers, nets
 from fedhassle.architectures import LeNet, ResNet8
 from fedhassle.engine.client import visit
 from fedhassle.engine.device import Engine
@@ -111,11 +111,13 @@ def test_clients_of_many_sizes_and_a_network_with_dropout():
 
 
 def test_a_network_that_has_no_batched_form_trains_clients_one_by_one(caplog):
+    caplog.set_level(logging.INFO, "fedhassle")
     made = pool(2, stack=2)
     assert_trained_as_alone(made, FedAvg(small.net(Deep, 1, 12), batch=8, epochs=1), several(4))
     assert seats_used(made) == {1}
-    (told,) = warnings_in(caplog)
-    assert told.startswith("phase 'labelled' trains clients one by one: vmap: ")
+    assert warnings_in(caplog) == []
+    told = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
+    assert [text.partition(": ")[0] for text in told] == ["phase 'labelled' trains clients one by one"]
 
 
 def test_clients_of_a_network_with_batchnorm_train_one_by_one(caplog):
@@ -125,6 +127,13 @@ def test_clients_of_a_network_with_batchnorm_train_one_by_one(caplog):
     method = FedAvg(small.net(ResNet8, 3, 6, width=0.125), batch=8, epochs=1)
     assert_trained_as_alone(made, method, sites, rounds=1)
     assert seats_used(made) == {1} and warnings_in(caplog) == []
+
+
+def test_clients_of_a_large_network_train_one_by_one(monkeypatch):
+    monkeypatch.setattr(nets, "LARGE", small.net(LeNet, 1, 12).operations)
+    made = pool(2, stack=2)
+    assert_trained_as_alone(made, FedAvg(small.net(LeNet, 1, 12), batch=8, epochs=1), several(2), rounds=1)
+    assert seats_used(made) == {1}
 
 
 # Groups

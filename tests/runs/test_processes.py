@@ -25,7 +25,7 @@ from fedhassle.runs import process, processes, several
 from fedhassle.runs.evaluation import evaluator
 from fedhassle.runs.events import Event
 from fedhassle.runs.process import portable
-from fedhassle.runs.processes import MOST, SMALL, Task, in_processes, operations
+from fedhassle.runs.processes import MOST, Task, in_processes
 from fedhassle.runs.train import simulated
 from fedhassle.settings.build import build_engine
 
@@ -205,9 +205,9 @@ def test_a_small_network_is_one_with_few_operations():
     2·(28²·6·25 + 10²·16·150 + 120·400 + 84·120 + 10·84) = 833,040. ResNet-8 has 0.39e9.
     """
     sizes = (28 * 28 * 6, 25), (10 * 10 * 16, 150), (120, 400), (84, 120), (10, 84)
-    assert operations(Net(NETS["lenet"], (1, 28, 28), 10)) == 2 * sum(a * b for a, b in sizes)
-    resnet = operations(Net(NETS["resnet8"], (3, 32, 32), 10))
-    assert SMALL < resnet == pytest.approx(0.39e9, rel=0.02)
+    lenet, resnet = Net(NETS["lenet"], (1, 28, 28), 10), Net(NETS["resnet8"], (3, 32, 32), 10)
+    assert lenet.is_small and lenet.operations == 2 * sum(a * b for a, b in sizes)
+    assert not resnet.is_small and resnet.operations == pytest.approx(0.39e9, rel=0.02)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_only_small_networks_get_processes_and_as_many_as_fit(tmp_path, gpu, mon
     assert several.way_of(run).processes == MOST
     gpu.memory.total_memory = 3 * processes.MEMORY + 3 * run.dataset.x_train.nbytes
     assert several.way_of(run).processes == 3
-    monkeypatch.setattr(processes, "SMALL", 1.0)
+    monkeypatch.setattr("fedhassle.nets.LARGE", 1.0)
     assert several.way_of(run).processes == 0
 
 

@@ -104,15 +104,17 @@ def grouped(work: Sequence[Chain], seats: int, alone: Container[Hashable]) -> li
     """Groups chains that have the same shapes, none of which is in `alone`, and about as many steps.
 
     A group fills at least half of its seats. Its longest chain has at most twice the steps of its shortest,
-    since the seat of one that has ended stays empty. Other chains train alone, and so do those of networks
-    with BatchNorm, which has no batched form and whose kernels are large.
+    since the seat of one that has ended stays empty. Other chains train alone, and so do those of large
+    networks, whose kernels fill a GPU by themselves, and of networks with BatchNorm, which has no batched
+    form.
     """
     alike: dict[tuple[Hashable, ...], list[Chain]] = {}
     for chain in work:
         alike.setdefault(chain.shapes, []).append(chain)
     groups = []
     for shapes, chains in alike.items():
-        size = 1 if normed(chains[0]) or any(shape in alone for shape in shapes) else seats
+        possible = seats > 1 and stackable(chains[0]) and not any(shape in alone for shape in shapes)
+        size = seats if possible else 1
         waiting = sorted(chains, key=steps_of, reverse=True)
         while waiting:
             together = [chain for chain in waiting[:size] if 2 * steps_of(chain) >= steps_of(waiting[0])]
@@ -128,6 +130,7 @@ def steps_of(chain: Chain) -> int:
     return sum(job.steps for job in chain.visit.jobs)
 
 
-def normed(chain: Chain) -> bool:
-    """True if a network of its jobs has BatchNorm."""
-    return any(net.n_statistics for job in chain.visit.jobs for net in job.networks.values())
+def stackable(chain: Chain) -> bool:
+    """True if all networks of its jobs are small and without BatchNorm."""
+    networks = [net for job in chain.visit.jobs for net in job.networks.values()]
+    return all(net.is_small and not net.n_statistics for net in networks)

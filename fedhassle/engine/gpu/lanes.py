@@ -189,7 +189,7 @@ class Lanes:
             except UnstackableError as error:
                 self.unstackable.add(form.shape)
                 self.lanes[0].programs.pop(form)
-                self.functions.warn_once(f"phase {job.phase.name!r} trains clients one by one: {error}")
+                log.info("phase %r trains clients one by one: %s", job.phase.name, error)
 
     def _open_lane(self) -> list[Lane]:
         """A list with one more lane; empty if the GPU has no stream left, and then for good."""
