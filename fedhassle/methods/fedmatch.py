@@ -75,19 +75,18 @@ class FedMatch(Method):
     def phases(self, client: Client, t: int) -> tuple[Phase, ...]:
         """First σ on labels, then ψ, at every step; labels pace the epochs."""
         optimiser = self.local_optimiser()
-        clipped = optimiser._replace(clip=self.supervised_weight * optimiser.clip)  # as if of ℓ alone
-        free = optimiser._replace(clip=0.0)  # that of 10·‖σ − ψ‖² is in the hundreds at first
+        weighted = optimiser._replace(clip=self.supervised_weight * optimiser.clip)  # as if of ℓ alone
         labelled = Stream("labelled", self.batch)
-        sigma = Descent("sigma", self.supervised, clipped)
+        sigma = Descent("sigma", self.supervised, weighted)
         if client.kind == "full":
-            follows = Descent("psi", self.following, free)
+            follows = Descent("psi", self.following, optimiser)
             return (Phase("labelled", (labelled,), (sigma, follows), self.epochs),)
         unlabelled = Stream("unlabelled", self.batch, ("weak", "strong"))
         if client.kind == "partial":
             rest = replace(unlabelled, batch=self.ratio * self.batch)
-            psi = Descent("psi", self.agreement, free)
+            psi = Descent("psi", self.agreement, optimiser)
             return (Phase("both", (labelled, rest), (sigma, psi), self.epochs),)
-        psi = Descent("psi", self.agreement_alone, free)
+        psi = Descent("psi", self.agreement_alone, optimiser)
         return (Phase("unlabelled", (unlabelled,), (psi,), self.epochs),) if self.unlabelled else ()
 
     def supervised(self, local: Models, received: Models, labelled: Batch, *rest: Batch) -> Tensor:

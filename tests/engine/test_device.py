@@ -269,7 +269,7 @@ def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     settings = resolved("device=auto", f"rounds={COMPILED_ROUNDS}")
     assert build_engine(settings) == Engine(torch.device("cuda"), "bf16", LANES, compile=True, stack=STACK)
-    settings = resolved("device=cuda", "precision=fp32", "deterministic=true", "lanes=2")
+    settings = resolved("device=cuda", "precision=fp32", "deterministic=true", "lanes=2", "stack=1")
     assert build_engine(settings) == Engine(torch.device("cuda"), "fp32", 2, False, True)
 
 

@@ -623,24 +623,28 @@ def test_a_pass_over_the_labels_is_an_epoch_of_fedmatch():
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 @pytest.mark.parametrize(("kind", "phase"), [("partial", "both"), ("full", "labelled")])
 def test_in_a_step_of_fedmatch_sigma_goes_first_and_psi_follows_it(kind, phase, clip):
-    """Never sure, no helpers; g = ∇ℓ(σ + ψ), of norm at most `clip` (0: any).
+    """Never sure, no helpers; g = ∇ℓ(σ + ψ), h = 10⁻⁴·sign ψ + 20·(ψ − σ), of norms at most `clip` (0: any).
 
-    σ ← σ − lr·10·g, then ψ ← ψ − lr·(10⁻⁴·sign ψ + 20·(ψ − σ)) with the new σ, whatever its norm. So at a
-    full client, too: 7 samples in one step an epoch.
+    σ ← σ − lr·10·g, then ψ ← ψ − lr·h with the new σ. So at a full client, too: 7 samples in one step an
+    epoch.
     """
     data = small.dataset(side=3)
     here = small.site(data, range(7), range(30, 51) if kind == "partial" else ())
     assert here.client.kind == kind
     method = FedMatch(NET, batch=8, epochs=2, confidence=1.0, lr=0.02, clip=clip, **AUTHORS_WEIGHTS)
     found = small.trained(method, here)
+
+    def clipped(gradient):
+        norm = np.linalg.norm(gradient)
+        assert norm > 0.02
+        return gradient * (clip / norm if clip else 1)
+
     sigma, psi = (method.initial(0)[name].double().numpy() for name in ("sigma", "psi"))
     for rows in order_of_epochs(7, 8, 2, generator(0, 1, "here", phase)):
         x, y = clean(data, rows), data.y_train[rows]
         g = pull_back(x, ce_gradient(f(x, sigma + psi), y))
-        norm = np.linalg.norm(g)
-        assert norm > 0.02
-        sigma = sigma - 0.02 * 10 * g * (clip / norm if clip else 1)
-        psi = psi - 0.02 * (1e-4 * np.sign(psi) + 20 * (psi - sigma))
+        sigma = sigma - 0.02 * 10 * clipped(g)
+        psi = psi - 0.02 * clipped(1e-4 * np.sign(psi) + 20 * (psi - sigma))
     np.testing.assert_allclose(found.arrays["sigma"].numpy(), sigma, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.arrays["psi"].numpy(), psi, rtol=1e-4, atol=1e-6)
 
