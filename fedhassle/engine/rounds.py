@@ -19,6 +19,7 @@ from fedhassle.engine.privacy.by_site import (
 )
 from fedhassle.errors import DivergedError, require
 from fedhassle.method import Client, Method, Phase, Update, average
+from fedhassle.names import described
 from fedhassle.randomness import generator
 from fedhassle.vectors import Arrays, all_finite
 from fedhassle.wrapped import unwrapped
@@ -183,13 +184,16 @@ def merged(
 
 def require_same_shapes(method: Method, before: Arrays, after: Arrays, t: int) -> None:
     """Refuses a state that lacks an array of the one before, or has another shape for it."""
+    of = type(unwrapped(method)).__name__
+    advice = "return the whole state, such as state | means"
+    require(isinstance(after, dict), f"{of}: the state after round {t} is {described(after)}: {advice}")
     for name, old in before.items():
         new = after.get(name)
         found = "is missing" if new is None else f"has the shape {tuple(new.shape)}"
         require(
             new is not None and new.shape == old.shape,
-            f"{type(unwrapped(method)).__name__}: {name!r} {found} in the state after round {t}; expected "
-            f"{tuple(old.shape)}, as before it: return the whole state, such as state | means",
+            f"{of}: {name!r} {found} in the state after round {t}; expected {tuple(old.shape)}, as before it: "
+            f"{advice}",
         )
 
 

@@ -147,6 +147,7 @@ def test_errors_of_phases(right, wrong, message, module, images, tmp_path):
             r"Ridge: 'w' has the shape \(5,\) in the state after round 1; expected \(\d",
         ),
         ('{"v": state["w"]}', r"Ridge: 'w' is missing in the state after round 1; expected \(\d"),
+        ("None", "Ridge: the state after round 1 is NoneType: return the whole state"),
     ],
 )
 def test_a_state_of_another_shape_is_refused_after_its_round(returned, message, module, images, tmp_path):
