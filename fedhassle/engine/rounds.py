@@ -192,8 +192,8 @@ def require_same_shapes(method: Method, before: Arrays, after: Arrays, t: int) -
         found = "is missing" if new is None else f"has the shape {tuple(new.shape)}"
         require(
             new is not None and new.shape == old.shape,
-            f"{of}: {name!r} {found} in the state after round {t}; expected {tuple(old.shape)}, as before it: "
-            f"{advice}",
+            f"{of}: {name!r} {found} in the state after round {t}; expected {tuple(old.shape)}, as before "
+            f"it: {advice}",
         )
 
 
