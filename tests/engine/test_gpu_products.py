@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedhassle.engine.gpu import products
 from fedhassle.engine.gpu.graphs import traced
 from fedhassle.engine.gpu.products import AsProducts
 from fedhassle.layers import Stem
@@ -40,17 +41,22 @@ class Seen(AsProducts):
         return super().call_function(target, args, kwargs)
 
 
-SIZES = {
-    "wide": ((3, 2, 9, 7), (6, 2, 3, 4), {"padding": (2, 1)}),
-    "whole": ((2, 6, 5, 5), (16, 6, 5, 5), {}),
+SIZES = {  # of images and kernels; all but the first have rows of four or eight pixels
+    "odd": ((3, 2, 9, 8), (6, 2, 3, 4), {"padding": (2, 1)}),
+    "wide": ((3, 2, 6, 9), (6, 2, 3, 4), {"padding": (2, 1)}),
     "single": ((2, 8, 4, 4), (8, 8, 1, 1), {}),
     "one channel": ((2, 1, 8, 8), (3, 1, 5, 5), {"padding": 2}),
 }
 
 
+@pytest.mark.parametrize("tile", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", SIZES)
-def test_features_and_gradients_are_those_of_a_convolution(name):
+def test_features_and_gradients_are_those_of_a_convolution(name, tile, monkeypatch):
+    """Also in tiles of fewer pixels than a row has, and with a product for each image."""
     shape, kernel, how = SIZES[name]
+    entries = kernel[2] * (tile + kernel[3] - 1) * kernel[1] * tile * kernel[0]
+    monkeypatch.setattr(products, "LARGEST", entries)
+    monkeypatch.setattr(products, "ROWS", 4 * tile)
     function = convolution(**how)
     tensors = [numbers(*shape), numbers(*kernel, seed=1), numbers(kernel[0], seed=2)]
     tensors.append(numbers(*F.conv2d(*tensors, **how).shape, seed=3))
@@ -80,7 +86,7 @@ def test_other_convolutions_stay_as_they_are(how):
     torch.testing.assert_close(AsProducts(graph).run(*tensors), function(*tensors))
 
 
-def test_channels_of_zeros_are_left_out_of_the_patches():
+def test_channels_of_zeros_are_left_out_of_the_bands():
     """A first layer in bfloat16 has its one channel padded to eight."""
     stem = Stem(1, 6, 5, padding=2)
 
@@ -95,8 +101,13 @@ def test_channels_of_zeros_are_left_out_of_the_patches():
     rewritten = AsProducts(graph)
     found = rewritten.run(*tensors)
     torch.testing.assert_close(found, function(*tensors), rtol=0.05, atol=0.1)
-    (patches,) = rewritten._patches.values()
-    assert patches.shape == (3, 8, 8, 32)  # 25 places, and seven zeros
+    (bands,) = rewritten._bands.values()
+    assert bands.shape == (
+        3,
+        8,
+        1,
+        64,
+    )  # a tile is a row of eight pixels: five rows of twelve, and four zeros
 
 
 def test_a_convolution_without_bias():
@@ -109,3 +120,16 @@ def test_a_convolution_without_bias():
     tensors = [numbers(2, 2, 6, 6), numbers(4, 2, 3, 3), numbers(2, 4, 4, 4)]
     found = Seen(traced(function, tensors)).run(*tensors)
     torch.testing.assert_close(found, function(*tensors), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("images", "kernel", "padding", "tile"),
+    [
+        ((1, 28, 28), (6, 1, 5, 5), 2, 28),  # LeNet's layers: whole rows
+        ((6, 14, 14), (16, 6, 5, 5), 0, 10),
+        ((32, 30, 30), (64, 32, 3, 3), 0, 2),  # many channels: a matrix for whole rows would be too large
+        ((512, 8, 8), (512, 512, 3, 3), 1, 1),
+    ],
+)
+def test_a_tile_is_as_many_pixels_of_a_row_as_its_matrix_allows(images, kernel, padding, tile):
+    assert products.tile_of(torch.empty(kernel), torch.empty(1, *images), (padding, padding)) == tile

@@ -2,6 +2,10 @@
 
 A batch of convolutions, each with a kernel of its own, is a grouped convolution, for which libraries have
 slow kernels. A batch of matrix products is one fast kernel.
+
+A product computes a tile of a few pixels of a row at once, from the rows of the image under them: a *band*.
+Its matrix has the kernel once for each pixel, moved by one place. So bands of neighbouring tiles share few
+pixels, and less is copied than with a patch for each pixel, for some multiplications by zero.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 aten: Any = torch.ops.aten
 EIGHT = 8  # matrix units want rows and columns of a multiple of this many numbers
+LARGEST = 2**17  # entries of a matrix for a tile of several pixels
+ROWS = 1024  # of bands in a product for the gradient of a kernel, about; several products are summed
 
 
 class AsProducts(Interpreter):
@@ -23,7 +29,7 @@ class AsProducts(Interpreter):
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self._patches: dict[Any, Tensor] = {}  # by the images and the shape of the kernel
+        self._bands: dict[Any, Tensor] = {}  # by the images and the shape of the kernel
 
     def run_node(self, node: Node) -> Any:
         """The value of a node."""
@@ -38,8 +44,10 @@ class AsProducts(Interpreter):
         if not moves_by_pixels(how):
             return None
         kernel = kernel[:, : channels(node.args[1], kernel)]
-        z = self.patches(node.args[0], x, kernel, how[1]) @ even(even(rows(kernel), 0), 1).T
-        z = z[..., : len(kernel)].permute(0, 3, 1, 2)
+        bands = self.bands(node.args[0], x, kernel, how[1])  # (N, H, tiles, h·X·C)
+        tile = tile_of(kernel, x, how[1])
+        z = torch.mm(bands.flatten(0, 2), even(even(banded(kernel, tile), 0), 1))
+        z = z[:, : tile * len(kernel)].reshape(*bands.shape[:2], -1, len(kernel)).permute(0, 3, 1, 2)
         return z if bias is None else z + bias[:, None, None]
 
     def gradients(
@@ -51,29 +59,30 @@ class AsProducts(Interpreter):
             return None
         padding, empty = how[1], kernel.shape[1] - channels(node.args[2], kernel)
         kernel = kernel[:, : kernel.shape[1] - empty]
-        towards = even(gradient.permute(0, 2, 3, 1), 3)  # (N, H, W, planes)
+        tile = tile_of(kernel, x, padding)
+        rows = gradient.permute(0, 2, 3, 1)
+        towards = even(rows.reshape(*rows.shape[:2], -1, tile * len(kernel)), 3)  # (N, H, tiles, tile·planes)
         made: list[Tensor | None] = [None, None, None]
         if needed[0]:
-            under = (towards @ even(rows(kernel), 0)).view(*towards.shape[:3], *of_a_row(kernel))
-            made[0] = with_channels(overlapped(under, x.shape[2:], padding), empty)
+            matrix = even(even(banded(kernel, tile), 0), 1)
+            of_bands = torch.mm(towards.flatten(0, 2), matrix.T).reshape(*towards.shape[:3], -1)
+            made[0] = with_channels(overlapped(of_bands, kernel, tile, x.shape[2:], padding), empty)
         if needed[1]:
-            under = self.patches(node.args[1], x, kernel, padding)
-            by_image = towards.flatten(1, 2).transpose(1, 2) @ under.flatten(1, 2)
-            own = by_image.sum(0)[: len(kernel), : kernel[0].numel()].reshape(-1, *of_a_row(kernel))
-            made[1] = with_channels(own.permute(0, 3, 1, 2), empty)
+            bands = self.bands(node.args[1], x, kernel, padding)
+            made[1] = with_channels(unbanded(product_over_rows(bands, towards), kernel, tile), empty)
         if needed[2]:
             made[2] = gradient.sum((0, 2, 3))
         return tuple(made)
 
-    def patches(self, node: Any, x: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
-        """What is under the kernel at each place, (N, H, W, h·w·C), with zeros up to a multiple of eight."""
-        key = node, kernel.shape[1:], tuple(padding)
-        if key not in self._patches:
+    def bands(self, node: Any, x: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
+        """What is under each tile, (N, H, tiles, h·X·C), with zeros up to a multiple of eight."""
+        key = node, kernel.shape, tuple(padding)
+        if key not in self._bands:
             (top, left), (_, used, down, across) = padding, kernel.shape
-            framed = F.pad(x[:, :used], (left, left, top, top))
-            under = framed.unfold(2, down, 1).unfold(3, across, 1).permute(0, 2, 3, 4, 5, 1)
-            self._patches[key] = even(under.flatten(3), 3)
-        return self._patches[key]
+            tile, framed = tile_of(kernel, x, padding), F.pad(x[:, :used], (left, left, top, top))
+            under = framed.unfold(2, down, 1).unfold(3, tile + across - 1, tile)
+            self._bands[key] = even(under.permute(0, 2, 3, 4, 5, 1).flatten(3), 3)
+        return self._bands[key]
 
 
 RULES: dict[Any, Any] = {
@@ -99,31 +108,66 @@ def with_channels(tensor: Tensor, more: int) -> Tensor:
     return F.pad(tensor, (0, 0, 0, 0, 0, more)) if more else tensor
 
 
-def rows(kernel: Tensor) -> Tensor:
-    """A kernel as a matrix with a row for each plane, in the order of the patches."""
-    return kernel.permute(0, 2, 3, 1).flatten(1)
-
-
-def of_a_row(kernel: Tensor) -> tuple[int, ...]:
-    """The shape of a row of this matrix: (h, w, C)."""
-    return *kernel.shape[2:], kernel.shape[1]
-
-
-def overlapped(under: Tensor, size: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Sums what is under the kernel at all places, (N, H, W, h, w, C), to images (N, C, *size)."""
-    (height, width), (top, left) = size, padding
-    _, tall, wide, down, across, _ = under.shape
-
-    def at(i: int, j: int) -> Tensor:
-        below, right = height - tall - i + top, width - wide - j + left
-        return F.pad(under[..., i, j, :], (0, 0, j - left, right, i - top, below))
-
-    total = at(0, 0)
-    for place in range(1, down * across):
-        total = total + at(*divmod(place, across))
-    return total.permute(0, 3, 1, 2)
-
-
 def even(tensor: Tensor, axis: int) -> Tensor:
     """A tensor with zeros added to an axis, up to a multiple of eight."""
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - axis) + (0, -tensor.shape[axis] % EIGHT))
+
+
+def tile_of(kernel: Tensor, x: Tensor, padding: Sequence[int]) -> int:
+    """Number of pixels of a tile: as many as divide a row, with a matrix that is not too large."""
+    planes, used, down, across = kernel.shape
+    columns = x.shape[3] + 2 * padding[1] - across + 1
+
+    def entries(tile: int) -> int:
+        return down * (tile + across - 1) * used * tile * planes
+
+    possible = [tile for tile in range(2, columns + 1) if columns % tile == 0 and entries(tile) <= LARGEST]
+    return max(possible, default=1)
+
+
+def banded(kernel: Tensor, tile: int) -> Tensor:
+    """The matrix of a kernel, (h·X·C, tile·planes), where X = tile + w − 1: the kernel in `tile` places."""
+    across = kernel.shape[3]
+    places = F.pad(kernel, (tile - 1, tile - 1)).unfold(3, tile + across - 1, 1).flip(3)
+    return places.permute(2, 4, 1, 3, 0).flatten(3).flatten(0, 2)
+
+
+def unbanded(matrix: Tensor, kernel: Tensor, tile: int) -> Tensor:
+    """The kernel (planes, C, h, w) that has the sum of a matrix over all its places."""
+    planes, used, down, across = kernel.shape
+    width = tile + across - 1
+    own = matrix[: down * width * used, : tile * planes].reshape(down, width, used, tile, planes)
+    # Entry (s, s + j) of tile × X is entry (s, j) of tile × (X + 1), if both are the same numbers in a row.
+    flat = F.pad(own.permute(4, 2, 0, 3, 1).flatten(3), (0, tile))
+    skewed = flat.reshape(planes, used, down, tile, width + 1)
+    return skewed[..., :across].sum(3).to(kernel.dtype)
+
+
+def product_over_rows(bands: Tensor, towards: Tensor) -> Tensor:
+    """Σ bandᵀ·gradient over all tiles, in full precision."""
+    images, of_image = len(bands), bands.shape[1] * bands.shape[2]
+    together = max(n for n in range(1, images + 1) if images % n == 0 and (n == 1 or n * of_image <= ROWS))
+    left, right = (tensor.reshape(images // together, together * of_image, -1) for tensor in (bands, towards))
+    return (left.transpose(1, 2) @ right).sum(0, dtype=torch.float32)
+
+
+def overlapped(
+    of_bands: Tensor, kernel: Tensor, tile: int, size: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    """Sums bands (N, H, tiles, h·X·C) to images (N, C, *size), where they overlap."""
+    (height, width), (top, left), (_, used, down, across) = size, padding, kernel.shape
+    images, tall, tiles, _ = of_bands.shape
+    wide, parts = tiles * tile, -(-(tile + across - 1) // tile)
+    own = of_bands[..., : down * (tile + across - 1) * used].reshape(images, tall, tiles, down, -1, used)
+    own = F.pad(own, (0, 0, 0, parts * tile - own.shape[4]))
+
+    def at(i: int, part: int) -> Tensor:
+        """One row of all bands, and of these rows as many columns as a tile has, at their place."""
+        columns = own[:, :, :, i, part * tile : (part + 1) * tile].reshape(images, tall, wide, used)
+        start = part * tile - left
+        return F.pad(columns, (0, 0, start, width - wide - start, i - top, height - tall - i + top))
+
+    total = at(0, 0)
+    for place in range(1, down * parts):
+        total = total + at(*divmod(place, parts))
+    return total.permute(0, 3, 1, 2)
