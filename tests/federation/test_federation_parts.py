@@ -485,8 +485,13 @@ def test_a_node_reads_a_folder_and_logs_its_problems(tmp_path, caplog):
     config = {"site": "north", "data": str(folder), "file": str(tmp_path / "federation.toml")}
     with caplog.at_level("INFO", "fedhassle"):
         node = site_node({**config, "memory": str(tmp_path / "memory"), "device": "cpu"})
-    assert (node.client.labelled, node.client.unlabelled) == (4, 1)
-    assert [node.dataset.class_names[k] for k in node.dataset.y_train if k >= 0] == ["a", "a", "b", "b"]
+    assert (node.images.now.client.labelled, node.images.now.client.unlabelled) == (4, 1)
+    assert [node.images.now.dataset.class_names[k] for k in node.images.now.dataset.y_train if k >= 0] == [
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("skipped b/broken.png: ") for line in said)
     assert any(line.startswith("converted: ") and "b/colour.png" in line for line in said)

@@ -605,8 +605,8 @@ def test_a_site_reports_the_hits_on_its_validation_images(tmp_path):
     agreed = agreed_on("fedavg", terms(validation=0.4))
     x, y = held(small.dataset())["client 1"]
     node = site(tmp_path, "client 1", x, y, agreed)
-    rows = node.rows.validation
-    assert 0 < len(rows) < len(y) and not set(rows) & set(node.rows.labelled)
+    rows = node.images.now.rows.validation
+    assert 0 < len(rows) < len(y) and not set(rows) & set(node.images.now.rows.labelled)
     method, plan = planned(agreed)
     vector = method.initial(0)["w"]
     answer = node.answer("evaluate", Payload({**plan, "round": 1}, {"whole w": vector.numpy()}))
@@ -625,7 +625,7 @@ def test_a_site_measures_in_float32_whatever_it_trains_in(tmp_path, monkeypatch)
     built, plan = planned(agreed)
     words, vector, net = {**plan, "round": 1}, built.initial(0)["w"], built.net
     assert "right" in node.answer("evaluate", Payload(words, {"whole w": vector.numpy()})).words
-    images = torch.from_numpy(x[node.rows.validation])
+    images = torch.from_numpy(x[node.images.now.rows.validation])
     assert torch.equal(
         seen[0]["model"], net.logits(vector, small.simulator().trainer.views.normalise(images))
     )

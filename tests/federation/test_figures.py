@@ -162,7 +162,7 @@ def test_a_site_computes_its_figures_on_its_validation_images(tmp_path):
     method, plan = planned(agreed)
     vector = method.initial(0)["w"]
     answer = node.answer("evaluate", Payload({**plan, "round": 1}, {"whole w": vector.numpy()})).words
-    rows = node.rows.validation
+    rows = node.images.now.rows.validation
     pixels = torch.from_numpy((data.x_train[rows] / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
     p = method.net.logits(vector, pixels).softmax(1).detach().numpy()
     assert answer["figures"] == own_figures(p, data.y_train[rows].astype(np.int64), "abcd", 10)

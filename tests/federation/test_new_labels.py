@@ -193,7 +193,7 @@ def test_new_labels_are_counted_between_rounds_and_the_run_goes_on(tmp_path):
     assert [len(step.clients) for step in steps] == [3] * 4
     clients = [next(client for client in step.clients if client.name == LATE) for step in steps]
     site = sites[LATE]
-    now = Client(LATE, len(site.rows.labelled), len(site.rows.unlabelled))
+    now = Client(LATE, len(site.images.now.rows.labelled), len(site.images.now.rows.unlabelled))
     assert clients == [Client(LATE, 0, before)] * 2 + [now] * 2 and now.labelled
     trained = {
         request.payload.words["round"]: request.payload.words["counts"]["labelled"]
@@ -202,7 +202,7 @@ def test_new_labels_are_counted_between_rounds_and_the_run_goes_on(tmp_path):
     }
     assert trained == {1: 0, 2: 0, 3: now.labelled, 4: now.labelled}
     (event,) = [e for e in json_lines(folder.audit) if e["event"] == "relabelled"]
-    after = counts(now.labelled, now.unlabelled, len(site.rows.validation))
+    after = counts(now.labelled, now.unlabelled, len(site.images.now.rows.validation))
     assert {key: event[key] for key in after} == after and event["site"] == LATE
     assert sum(after.values()) == before
     assert list(followed(folder, ReadPosition(), lambda: True)) == steps
@@ -240,8 +240,10 @@ def test_a_run_validates_on_the_images_that_it_began_with_after_a_restart_too(pa
     def begun(labels, run):
         node = SiteNode("north", agreed, x, labels, tmp_path, ENGINE, patients=owners)
         told = node.answer("query", Payload({"run": run})).words
-        assert [told[key] for key in ("labelled", "unlabelled", "validation")] == [*map(len, node.rows)]
-        return node.rows
+        assert [told[key] for key in ("labelled", "unlabelled", "validation")] == [
+            *map(len, node.images.now.rows)
+        ]
+        return node.images.now.rows
 
     first, again, other = begun(few, "one"), begun(truth, "one"), begun(truth, "two")
     assert again.validation.tolist() == first.validation.tolist() and len(first.validation)
@@ -285,7 +287,7 @@ def test_a_worker_restarted_with_new_labels_announces_them(tmp_path):
     for step in coordinate(transport, AGREED, folder.path, None, Flying().clock):
         steps.append(step)
         if step.t == 1:
-            x = sites[LATE].dataset.x_train
+            x = sites[LATE].images.now.dataset.x_train
             transport.sites[LATE] = SiteNode(LATE, AGREED, x, y, tmp_path / "again", ENGINE).answer
     names = [{client.name for client in step.clients} for step in steps]
     assert [LATE in names_of for names_of in names] == [True, False, True, True]

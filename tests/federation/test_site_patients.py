@@ -32,20 +32,25 @@ def site(tmp_path, patients="column", run="", **terms):
     return {"site": "north", "device": "cpu"} | {key: str(tmp_path / word) for key, word in words.items()}
 
 
+def rows(node):
+    """The rows of the images of a site, by use."""
+    return node.images.now.rows
+
+
 def test_patients_stay_together_after_a_restart_too_and_only_their_number_is_told(tmp_path, caplog):
     config = site(tmp_path)
     with caplog.at_level(logging.DEBUG, "fedhassle"):
         node, again = site_node(config), site_node(config)
         told = node.introduce(Payload({})).words
-    uses = [{row // 4 for row in rows} for rows in node.rows]  # by patient
+    uses = [{row // 4 for row in use} for use in rows(node)]  # by patient
     assert not uses[2] & (uses[0] | uses[1]) and len(uses[2]) == 3 and uses[0] == uses[1]
-    assert all((one == other).all() for one, other in zip(node.rows, again.rows, strict=True))
+    assert all((one == other).all() for one, other in zip(rows(node), rows(again), strict=True))
     assert (told["patients"], told["validation_patients"], told["validation"]) == (29, 3, 9)
     assert "Patient" not in caplog.text and "Patient" not in str(told)
     secret = tmp_path / "node" / SECRET
     secret.write_text("00" * 32)
     other = site_node(config)
-    assert len(other.rows.validation) == 9 and (other.rows.validation != node.rows.validation).any()
+    assert len(rows(other).validation) == 9 and (rows(other).validation != rows(node).validation).any()
 
 
 def test_a_site_without_an_agreement_on_patients_draws_by_pixels_and_counts_none(tmp_path, caplog):
@@ -53,7 +58,7 @@ def test_a_site_without_an_agreement_on_patients_draws_by_pixels_and_counts_none
     node = site_node(config)
     assert "patients" not in node.introduce(Payload({})).words and "agree on patients" in caplog.text
     assert not (tmp_path / "node" / SECRET).exists()
-    assert len({row // 4 for row in node.rows.validation} & {row // 4 for row in node.rows.labelled}) > 0
+    assert len({row // 4 for row in rows(node).validation} & {row // 4 for row in rows(node).labelled}) > 0
 
 
 def test_numbers_of_patients_are_coarse_if_agreed(tmp_path):

@@ -147,8 +147,8 @@ def main(words: Sequence[str] | None = None) -> int:
     log.info(
         "%s holds %d labelled and %d unlabelled images, and %d for validation",
         node.name,
-        *node.client[1:],
-        len(node.rows.validation),
+        *node.images.now.client[1:],
+        len(node.images.now.rows.validation),
     )
     try:
         work(given.address, node)
