@@ -529,6 +529,18 @@ def test_a_job_that_does_not_fit_when_recorded_is_a_user_error(monkeypatch):
         assert_lanes_train_as_eagerly(pool(8), small.hassle(), clients(), rounds=1)
 
 
+def test_clients_share_no_kernels_if_a_single_lane_is_out_of_memory(monkeypatch, caplog):
+    method, made, sites = small.hassle(), pool(2, stack=4), clients()
+    failing(monkeypatch, {1, 2})
+    with caplog.at_level(logging.WARNING, "fedhassle"):
+        assert_lanes_train_as_eagerly(made, method, sites)
+    assert [record.getMessage() for record in caplog.records] == [
+        "out of memory: repeating the round with 1 of 2 lanes",
+        "out of memory: repeating the round with kernels for one client each (stack=1)",
+    ]
+    assert (len(made.lanes), made.seats) == (2, 1)
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_single_lane_that_does_not_fit_is_a_user_error(count, monkeypatch, caplog):
     failing(monkeypatch, range(1, 100))

@@ -85,6 +85,7 @@ class Lanes:
         self.trimmer = Trimmer(engine)
         self.lanes: list[Lane] = []
         self.max_lanes = max(1, engine.lanes)
+        self.seats = engine.stack  # of a group
         self.unstackable: set[Hashable] = set()  # shapes whose jobs cannot share kernels
         self.seconds: dict[Form, float] = {}  # of one step of each form, with the device to itself
 
@@ -94,12 +95,12 @@ class Lanes:
             try:
                 return self._train(visits)
             except torch.OutOfMemoryError as error:  # a visit has no side effects, so it can run again
-                if len(self.lanes) <= 1:
+                if len(self.lanes) <= 1 and self.seats == 1:
                     raise UserError(
                         "not enough GPU memory to train one client: try a smaller method.batch, "
                         "precision=bf16, or device=cpu"
                     ) from error
-            self._halve()  # not in the handler, where the traceback keeps the memory alive
+            self._shrink()  # not in the handler, where the traceback keeps the memory alive
 
     def _train(self, visits: Sequence[Visit]) -> list[Trained]:
         alone = [i for i, visit in enumerate(visits) if any(job.draws_globally for job in visit.jobs)]
@@ -144,7 +145,7 @@ class Lanes:
 
     def _prepared(self, work: Sequence[Chain]) -> list[Group]:
         """Groups of chains whose jobs are all recorded, as far as they are worth it."""
-        groups = grouped(work, self.engine.stack, self.unstackable)
+        groups = grouped(work, self.seats, self.unstackable)
         self._prepare_lanes(groups)
         if any(group.seats > 1 and not self.unstackable.isdisjoint(group.shapes) for group in groups):
             return self._prepared(work)
@@ -242,10 +243,15 @@ class Lanes:
             torch.cuda.empty_cache()
             return torch.cuda.memory_reserved(self.engine.device)
 
-    def _halve(self) -> None:
-        """Closes all lanes, returns their memory, and allows half as many."""
-        self.max_lanes = len(self.lanes) // 2
-        log.warning("out of memory: repeating the round with %d of %d lanes", self.max_lanes, len(self.lanes))
+    def _shrink(self) -> None:
+        """Closes all lanes, returns their memory, and allows half as many; after the last, no groups."""
+        if len(self.lanes) > 1:
+            few, many = len(self.lanes) // 2, len(self.lanes)
+            log.warning("out of memory: repeating the round with %d of %d lanes", few, many)
+            self.max_lanes = few
+        else:
+            log.warning("out of memory: repeating the round with kernels for one client each (stack=1)")
+            self.max_lanes, self.seats = max(1, self.engine.lanes), 1
         for lane in self.lanes:
             lane.wait()
         self.lanes = []
