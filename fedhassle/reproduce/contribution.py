@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -74,6 +74,19 @@ class CheckedRound(Checked):
     test_loss: dict[Text, Amount | None] = {}  # not in old summaries, like the next
     client_accuracy: dict[Text, Share] = {}
     metrics: dict[Text, float | None] = {}  # only with metrics of one's own
+    epsilon: Amount | None = None  # only with noise, like the next
+    delta: Share | None = None
+
+
+class CheckedPrivacy(Checked):
+    """The guarantee of a run with noise."""
+
+    epsilon: Amount
+    delta: Share
+    unit: Literal["site", "sample"]
+    noise: Amount
+    clip: Amount
+    rate: Share
 
 
 class CheckedVersions(Checked):
@@ -110,6 +123,7 @@ class CheckedSummary(Checked):
     settings: Settings
     settings_hash: Digest
     split_hash: Digest
+    privacy: CheckedPrivacy | None = None  # only with noise
     versions: CheckedVersions
     hardware: CheckedHardware
     rounds: int
@@ -175,6 +189,7 @@ def check(path: Path, known: KnownRuns) -> Contribution:
     cells = cells_of(path, run, known)
     settings = resolve(cells[0].requested)
     require_history(path, summary, settings)
+    require_guarantee(path, summary, settings)
     require_scores(path, summary)
     require_means(path, summary, cells)
     return Contribution(path, summary, cells, require_split(path, summary, settings))
@@ -248,6 +263,23 @@ def require_history(path: Path, summary: Metrics, settings: Settings) -> None:
         math.isclose(seconds, summary["seconds"], abs_tol=0.1),
         f"{path} took {summary['seconds']} seconds, but those of its history add up to {seconds:.1f}",
     )
+
+
+def require_guarantee(path: Path, summary: Metrics, settings: Settings) -> None:
+    """Refuses another guarantee of privacy than the settings and the history give."""
+    asked, found = settings.privacy, summary.get("privacy")
+    noisy = bool(asked.noise or asked.epsilon)
+    said = "no noise" if found is None else "noise"
+    require(noisy == (found is not None), f"{path} has {said}, but its settings say otherwise")
+    if found is None:
+        return
+    spent = summary["history"][-1].get("epsilon")
+    require(
+        spent is not None and math.isclose(spent, found["epsilon"], rel_tol=1e-6),
+        f"{path} has privacy.epsilon {found['epsilon']}, but its history ends with {spent}",
+    )
+    within = asked.epsilon is None or found["epsilon"] <= asked.epsilon
+    require(within, f"{path} spends ε = {found['epsilon']}, more than the {asked.epsilon} of its settings")
 
 
 def require_scores(path: Path, summary: Metrics) -> None:

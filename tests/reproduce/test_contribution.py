@@ -64,6 +64,18 @@ def write(path, content):
     return path
 
 
+@pytest.fixture(scope="module")
+def private(images, tmp_path_factory):
+    """A run with noise: its cells, and its summary."""
+    home = tmp_path_factory.mktemp("private")
+    text = OTHER.replace("method.average = 0.5", "privacy.epsilon = 50.0\nprivacy.clip = 1.0")
+    tiny = ledgers.experiment(home, text, images)
+    code, out, err = call("reproduce", tiny, "--results", home / "ledger", "--runs", home / "runs")
+    assert (code, err) == (0, ""), out
+    (file,) = (home / "ledger").rglob("*.json")
+    return known_runs(cells(read_experiment(str(tiny)))), json.loads(file.read_text("utf-8"))
+
+
 @pytest.fixture
 def changed(made, tmp_path):
     """Writes the summary with one entry replaced, by its dotted key; `...` removes the entry."""
@@ -378,3 +390,36 @@ def test_the_results_of_this_repository_that_the_tables_show_are_valid():
     for cell in every:
         path = ledger.path(cell.identity)
         assert path is None or cell in check(path, runs).cells
+
+
+def test_a_run_with_noise_is_accepted(private, tmp_path):
+    known, summary = private
+    assert check(write(tmp_path / "theirs.json", summary), known).summary["privacy"]["epsilon"] <= 50
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (None, "has no noise, but its settings say otherwise"),
+        ({"epsilon": 1.0}, "has privacy.epsilon 1.0, but its history ends with"),
+        ({"unit": "nobody"}, "privacy.unit: Input should be 'site' or 'sample'"),
+    ],
+)
+def test_a_guarantee_that_does_not_fit_is_refused(entry, reason, private, tmp_path):
+    known, summary = private
+    theirs = {key: value for key, value in summary.items() if key != "privacy"}
+    if entry is not None:
+        theirs["privacy"] = summary["privacy"] | entry
+    assert reason in refusal(write(tmp_path / "theirs.json", theirs), known)
+
+
+def test_more_than_the_budget_is_refused(private, tmp_path):
+    known, summary = private
+    theirs = copy.deepcopy(summary)
+    theirs["privacy"]["epsilon"] = theirs["history"][-1]["epsilon"] = 60.0
+    assert "spends ε = 60.0, more than the 50.0" in refusal(write(tmp_path / "theirs.json", theirs), known)
+
+
+def test_noise_that_the_settings_do_not_name_is_refused(private, made, known, tmp_path):
+    theirs = json.loads(made.file.read_text("utf-8")) | {"privacy": private[1]["privacy"]}
+    assert "has noise, but its settings say otherwise" in refusal(write(tmp_path / "a.json", theirs), known)

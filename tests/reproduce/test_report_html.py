@@ -638,6 +638,22 @@ def test_the_best_is_the_best_on_the_common_seeds(tmp_path):
     assert best("fedavg", "fedprox", "fixmatch") == []  # no seed that all of them have
 
 
+def test_where_the_paper_has_nothing_the_best_waits_for_all(tmp_path):
+    cells = by_key("privacy")
+    for key in ("fmnist-20-fedavg-inf-0", "fmnist-20-hassle-inf-0"):
+        scores = {"model": 0.6} if "fedavg" in key else ledgers.hassle(0.7)
+        ledgers.put(tmp_path, ledgers.summary(cells[key], scores))
+
+    def bold(*methods):
+        (section,) = made(tmp_path, "privacy", only=("fmnist-20",), methods=methods).sections
+        return [entry.best for line in result_table(section).rows for entry in line.cells if entry].count(
+            True
+        )
+
+    assert bold("fedavg", "hassle", "hassle+") == 0
+    assert bold("fedavg", "hassle") == 1
+
+
 def test_the_page_explains_its_numbers(text):
     shown = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
     assert "71.11below it the paper's" in shown and "accuracies in %" in shown

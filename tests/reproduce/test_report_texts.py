@@ -44,10 +44,11 @@ def ledger(tmp_path_factory):
 # Documents
 
 
-def test_the_results_page_shows_the_results_as_they_stand():
-    """If this fails after new results, run: fedhassle report -o docs/results.md."""
-    text = (ROOT / "docs/results.md").read_text("utf-8")
-    assert "<!-- table1 -->" in text and markdown.updated(text, made(ROOT / "results")) == text
+@pytest.mark.parametrize(("page", "block"), [("results", "table1"), ("privacy", "privacy")])
+def test_pages_show_the_results_as_they_stand(page, block):
+    """If this fails after new results, run: fedhassle report -o docs/results.md -o docs/privacy.md."""
+    text = (ROOT / f"docs/{page}.md").read_text("utf-8")
+    assert f"<!-- {block} -->" in text and markdown.updated(text, made(ROOT / "results")) == text
 
 
 def test_every_link_of_the_results_leads_somewhere():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -224,21 +224,28 @@ def marked(lines: Sequence[TableRow], by_row: bool) -> tuple[TableRow, ...]:
     )
 
 
+def in_paper(entry: TableCell) -> bool:
+    """True if the paper has this result."""
+    return all(choice.paper for choice in entry.result.choices)
+
+
 def best_of(lines: Sequence[TableRow], group: Sequence[Place]) -> dict[Place, tuple[int, ...]]:
     """The places of the highest accuracy on the common seeds, with these seeds if some results have more.
 
-    None as long as a method of the paper is missing: it may be the best.
+    None as long as a result of the paper is missing, or any if the paper has none: it may be the best.
     """
-    known, names = dict[Place, Mapping[int, float]](), set[str]()
-    for i, j in group:
-        found = lines[i].cells[j]
-        if found is None or lines[i].reference or not is_accuracy(found.measurement.metric):
-            continue
-        if found.result.comparable and found.measurement.values:
-            known[i, j] = found.measurement.values
-            names.add(found.result.name)
-        elif all(choice.paper for choice in found.result.choices):
-            return {}
+    entries = [((i, j), lines[i].cells[j]) for i, j in group if not lines[i].reference]
+    compared = [
+        (place, found)
+        for place, found in entries
+        if found is not None and is_accuracy(found.measurement.metric)
+    ]
+    made = [(at, one) for at, one in compared if one.result.comparable and one.measurement.values]
+    missing = [one for _, one in compared if not (one.result.comparable and one.measurement.values)]
+    if any(map(in_paper, missing)) or (missing and not any(in_paper(one) for _, one in compared)):
+        return {}
+    known = {place: one.measurement.values for place, one in made}
+    names = {one.result.name for _, one in made}
     seeds = seeds_in_common(known.values()) if len(names) > 1 else []
     means = {
         place: round(fmean(values[seed] for seed in seeds), 4) for place, values in known.items() if seeds

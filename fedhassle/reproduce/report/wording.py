@@ -94,7 +94,8 @@ def bold(made: ResultTable) -> str:
     entries = [entry for line in made.rows for entry in line.cells if entry is not None and entry.best]
     if not entries:
         return ""
-    everything = "everything but †" if any(line.own for line in made.rows) else "everything"
+    own = [line.own for line in made.rows]
+    everything = "everything but †" if any(own) and not all(own) else "everything"
     words = f"Bold: the best of a {'row' if made.by_row else 'column'} in which {everything} has run"
     return (
         f"{words}{', on the seeds that all have in common' if any(one.best_on for one in entries) else ''}."
