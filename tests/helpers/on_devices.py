@@ -22,7 +22,7 @@ STRONG = {
     "fedprox": {"mu": 10.0, "epochs": 2},  # the first step starts at distance 0
     "mixmatch": {"weight": 75.0},
     "fixmatch": {"confidence": 0.1},
-    "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0},
+    "fedmatch": {"confidence": 0.1, "consistency_weight": 100.0, "clip": 100.0},
     "rscfed": {"consistency_weight": 10.0},
     "hassle": {"gamma": 0.1},
     "hassle+": {"confidence": 0.1},
@@ -30,7 +30,7 @@ STRONG = {
     "sage": {"confidence": 0.1},
 }
 # In ResNet-8 a weight of 100 blows one rounding of the weights up to 2e-5, which is more than `CLOSE` allows.
-STRONG_IN_RESNET = {"fedmatch": {"consistency_weight": 10.0}}
+STRONG_IN_RESNET = {"fedmatch": {"consistency_weight": 10.0, "clip": 5.0}}
 # The weight of each term, and the kinds of clients that have it; checked in `test_every_method`.
 TERMS = [
     ("fedprox", "mu", ("full", "partial")),

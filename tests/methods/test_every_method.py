@@ -149,16 +149,16 @@ partial     both                 unlabelled 16 weak strong + labelled 8 weak  2 
 
 fedmatch
 full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
-                                                                                        psi 0.05 0 0 0
+                                                                                        psi 0.05 0 2 0
 partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
-                                                                                        psi 0.05 0 0 0
+                                                                                        psi 0.05 0 2 0
 
 fedmatch unlabelled=true
 full        labelled             labelled 8 weak                              2 epochs  sigma 0.05 0 20 0
-                                                                                        psi 0.05 0 0 0
+                                                                                        psi 0.05 0 2 0
 partial     both                 labelled 8 weak + unlabelled 48 weak strong  2 epochs  sigma 0.05 0 20 0
-                                                                                        psi 0.05 0 0 0
-unlabelled  unlabelled           unlabelled 8 weak strong                     2 epochs  psi 0.05 0 0 0
+                                                                                        psi 0.05 0 2 0
+unlabelled  unlabelled           unlabelled 8 weak strong                     2 epochs  psi 0.05 0 2 0
 
 rscfed
 full        labelled             labelled 8 weak                              2 epochs  w 0.03 0.9 2 0
