@@ -144,7 +144,7 @@ def unbanded(matrix: Tensor, kernel: Tensor, tile: int) -> Tensor:
 
 
 def product_over_rows(bands: Tensor, towards: Tensor) -> Tensor:
-    """Σ bandᵀ·gradient over all tiles, in full precision."""
+    """Σ bandᵀ·gradient over all tiles, by products that are added in full precision."""
     images, of_image = len(bands), bands.shape[1] * bands.shape[2]
     together = max(n for n in range(1, images + 1) if images % n == 0 and (n == 1 or n * of_image <= ROWS))
     left, right = (tensor.reshape(images // together, together * of_image, -1) for tensor in (bands, towards))
