@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.work import Work
+from fedhassle.engine.device import STACK
 
 RESULT = "RESULT "  # before the line with a contender's result
 
@@ -24,7 +25,7 @@ class How:
     processes: int = 1  # that share the device; of ours: workers; of Flower: clients at once
     compile: str = "none"  # mode of torch.compile, of the network's loss
     precision: str = "fp32"  # of matrix products: fp32 or bf16
-    stack: int = 1  # clients of ours that share each kernel
+    stack: int = STACK  # clients of ours that share each kernel
     mps: bool = False  # under NVIDIA's MPS, by which processes use a GPU at the same time
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.peers.clock import How
 from benchmarks.peers.work import Work
+from fedhassle.engine.device import STACK
 
 ALONE = How()
 
@@ -33,7 +34,7 @@ class Part:
 
 def ours(how: How = ALONE) -> Contender:
     """Our rounds; `how.processes`: workers."""
-    words = [f"{how.processes} workers"] * (how.processes > 1) + [f"stack of {how.stack}"] * (how.stack > 1)
+    words = [f"{how.processes} workers"] * (how.processes > 1) + [f"stack={how.stack}"] * (how.stack != STACK)
     needs = () if how.processes == 1 else ("ray",)
     return Contender(", ".join(["fedhassle", *words]), "benchmarks.peers.our_rounds", needs, how)
 
@@ -61,7 +62,7 @@ def named(peer: str, how: How) -> str:
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 GRAPHS = "reduce-overhead"  # torch.compile with CUDA graphs: pfl's fastest mode
 FAST = How(compile="default", precision="bf16")  # ours in a long run on a GPU
-STACKED = replace(FAST, stack=8)  # as by default
+UNSTACKED = replace(FAST, stack=1)
 
 # On a GPU the peers' fastest: alone, and as several processes that use it at the same time. One process goes
 # first, since the others then find its compiled code in PyTorch's cache.
@@ -106,7 +107,7 @@ PARTS = {
         PFL,
         (
             ours(FAST),
-            ours(STACKED),
+            ours(UNSTACKED),
             pfl(GRAPHS_ALONE),
             pfl(EIGHT),
             flower(EAGER),
@@ -121,7 +122,7 @@ PARTS = {
         BLAZEFL,
         (
             ours(FAST),
-            ours(STACKED),
+            ours(UNSTACKED),
             pfl(GRAPHS_ALONE),
             pfl(EIGHT),
             flower(EAGER),
