@@ -195,6 +195,11 @@ class Phase:
         pace = self.streams[0]
         return self.steps or self.epochs * -(-client.count(pace.part) // pace.batch)
 
+    @property
+    def images(self) -> int:
+        """The number of images in a step, in all views."""
+        return sum(stream.batch * len(stream.views) for stream in self.streams)
+
     def with_labelled_view(self, view: str | None) -> Phase:
         """Returns the phase with this view of labelled images; None leaves it as it is."""
         if view is None:

@@ -56,6 +56,11 @@ class Job(NamedTuple):
         return self.phase.length(self.site.client)
 
     @property
+    def has_short_kernels(self) -> bool:
+        """True if all of its networks are small, and have no BatchNorm."""
+        return all(net.is_small and not net.n_statistics for net in self.networks.values())
+
+    @property
     def draws_globally(self) -> bool:
         """True if a network draws from the global random state itself."""
         return any(net.randomness.globally for net in self.networks.values())

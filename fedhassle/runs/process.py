@@ -16,6 +16,7 @@ from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fedhassle.engine.gpu.memory import share_memory
 from fedhassle.errors import UserError
 from fedhassle.runs.events import Event
 from fedhassle.runs.folder import Folder
@@ -61,6 +62,7 @@ def main(descriptor: int) -> None:
 def train(task: Task, line: Line) -> None:
     """Trains a run, or resumes it, to its end or until it is told to stop."""
     run = replace(prepare(Folder(task.folder), Request((task.settings,))), share=task.share)
+    share_memory(run.device, run.share)
     with closing(train_run(run)) as steps:
         for step in steps:
             line.put_nowait(Event(task.place, step=step))

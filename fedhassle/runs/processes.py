@@ -33,7 +33,7 @@ from fedhassle.runs.run import Run
 from fedhassle.settings.hashing import own_code_of
 
 MOST = 16  # processes that share a device; more have not been tried
-MEMORY = 5e9  # bytes of a GPU that a process needs beside its images: HASSLE with LeNet took 3.6 GB
+MEMORY = 8e9  # bytes of a GPU that a process may need beside its images: HASSLE with LeNet took 3.6 GB
 WORTH = 1e12  # operations of a run on a CPU, below which its process would take too long to start: about 10 s
 ENTRY = "fedhassle.runs.process"  # the module that a process runs
 
@@ -82,7 +82,7 @@ def images_seen(run: Run) -> float:
     """The number of images in all batches of a run, if each of its rounds were as its last one."""
     clients = clients_of(run.split)
     of_everybody = sum(
-        phase.length(client) * sum(stream.batch * len(stream.views) for stream in phase.streams)
+        phase.length(client) * phase.images
         for client in clients
         for phase in run.method.phases(client, run.rounds)
     )

@@ -66,7 +66,7 @@ class Run:
     method: Method
     privacy: SitePrivacy | SamplePrivacy | None = None
     required: Required = NOBODY
-    share: int = 1  # on a CPU: of its threads, one in so many is its own; other runs have the rest
+    share: int = 1  # of a CPU's threads, or of a GPU's memory, one part in so many is its own
 
     @property
     def threads(self) -> int:

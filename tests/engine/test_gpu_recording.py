@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedhassle import layers
 from fedhassle.architectures import LeNet, ResNet8, WideResNet28
 from fedhassle.engine.client import advance, prepare, train, visit
 from fedhassle.engine.device import Engine
@@ -21,7 +22,8 @@ from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, Seat, stretch_functions, stretched, stretches
 from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape
 from fedhassle.engine.gpu.shapes import identity, shape_of
-from fedhassle.engine.job import draw
+from fedhassle.engine.job import Job, draw
+from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy
 from fedhassle.method import Stream
 from fedhassle.methods import METHODS, FedAvg, FedProx, Hassle
@@ -446,7 +448,7 @@ def test_the_trial_before_a_capture_runs_all_its_kernels(name, settings):
 
 
 @pytest.fixture
-def traced(monkeypatch):
+def traced_as_products(monkeypatch):
     """Traces steps as for the compiler, which is replaced by the identity."""
     graphs = []
 
@@ -456,6 +458,26 @@ def traced(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", leave)
     return graphs
+
+
+@pytest.fixture
+def traced(traced_as_products, monkeypatch):
+    """The same, with all convolutions as they are: products round otherwise."""
+    monkeypatch.setattr(Job, "has_short_kernels", False)
+    return traced_as_products
+
+
+@pytest.mark.parametrize(("build", "products"), [(LeNet, True), (ResNet8, False)], ids=["lenet", "resnet8"])
+def test_convolutions_of_small_networks_are_products_for_a_single_job_too(
+    build, products, traced_as_products, monkeypatch
+):
+    monkeypatch.setattr(layers, "trained_on_cpu", lambda layer, x: False)
+    method, lanes, one = made("hassle", build, 12, 0.25), small_lanes(compile=True), site(12)
+    message = method.initial(0)
+    ((update, _),) = lanes.train([visit(method, one, message, None, 1, 0)])
+    expected, _ = train(method, one, message, None, 1, 0)
+    torch.testing.assert_close(update.arrays, expected.arrays, rtol=1e-3, atol=1e-4)
+    assert products != any("convolution" in graph.code for graph in traced_as_products)
 
 
 @NETWORKS
@@ -688,6 +710,22 @@ def test_a_compiler_that_fails_only_on_the_step_is_not_used(monkeypatch, caplog)
     assert [record.getMessage() for record in caplog.records] == [
         "steps are captured but not compiled (ValueError: no kernel)"
     ]
+
+
+def test_a_compiled_step_that_is_out_of_memory_is_repeated_with_less_of_it(monkeypatch, caplog):
+    """It is neither run uncompiled nor eagerly, which would take no less."""
+
+    def fail(graph, **_):
+        def run(*_):
+            raise RuntimeError("Attempt to trace generator") from torch.OutOfMemoryError("CUDA out of memory")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fail)
+    method, lanes = made("fedavg"), small_lanes(compile=True)
+    with caplog.at_level(logging.WARNING, "fedhassle"), pytest.raises(UserError, match="not enough GPU mem"):
+        lanes.train([visit(method, site(), method.initial(0), None, 1, 0)])
+    assert caplog.records == []
 
 
 def test_a_loss_that_cannot_be_traced_still_trains(traced, caplog):

@@ -166,6 +166,13 @@ def test_without_stacks_each_chain_trains_alone():
     assert sizes(grouped(sized(10, 10), 1, ())) == [([10], 1), ([10], 1)]
 
 
+@pytest.mark.parametrize(("batch", "seats"), [(1024, 4), (1025, 3), (2048, 2), (5000, 1)])
+def test_large_steps_share_kernels_with_few_others(batch, seats):
+    sites = small.beside(*(small.site(labelled=range(4), name=str(i)) for i in range(4)))
+    work = [Chain(i, one) for i, one in enumerate(visits(FedAvg(LINEAR, batch=batch, epochs=1), sites))]
+    assert max(group.seats for group in grouped(work, 4, ())) == seats
+
+
 def test_jobs_that_end_at_different_steps_have_stretches_in_common():
     """7 = 5 + 2, then 17 to 24: 10 + 5 + 2 more, and the last 3 of 27 are 2 + 1."""
     assert common_stretches([7]) == [5, 2]

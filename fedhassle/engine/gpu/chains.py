@@ -8,6 +8,8 @@ from typing import NamedTuple
 from fedhassle.engine.client import Trained, Visit
 from fedhassle.engine.labels import no_labels
 
+IMAGES = 4096  # in the steps of a group together: more fill a GPU without it, and take much memory
+
 # Chains of jobs
 
 
@@ -105,16 +107,17 @@ def grouped(work: Sequence[Chain], seats: int, alone: Container[Hashable]) -> li
 
     A group fills at least half of its seats. Its longest chain has at most twice the steps of its shortest,
     since the seat of one that has ended stays empty. Other chains train alone, and so do those of large
-    networks, whose kernels fill a GPU by themselves, and of networks with BatchNorm, which has no batched
-    form.
+    networks or steps, whose kernels fill a GPU by themselves, and of networks with BatchNorm, which has no
+    batched form.
     """
     alike: dict[tuple[Hashable, ...], list[Chain]] = {}
     for chain in work:
         alike.setdefault(chain.shapes, []).append(chain)
     groups = []
     for shapes, chains in alike.items():
-        possible = seats > 1 and stackable(chains[0]) and not any(shape in alone for shape in shapes)
-        size = seats if possible else 1
+        short = all(job.has_short_kernels for job in chains[0].visit.jobs)
+        possible = short and not any(shape in alone for shape in shapes)
+        size = min(seats, most_seats(chains[0])) if possible else 1
         waiting = sorted(chains, key=steps_of, reverse=True)
         while waiting:
             together = [chain for chain in waiting[:size] if 2 * steps_of(chain) >= steps_of(waiting[0])]
@@ -130,7 +133,6 @@ def steps_of(chain: Chain) -> int:
     return sum(job.steps for job in chain.visit.jobs)
 
 
-def stackable(chain: Chain) -> bool:
-    """True if all networks of its jobs are small and without BatchNorm."""
-    networks = [net for job in chain.visit.jobs for net in job.networks.values()]
-    return all(net.is_small and not net.n_statistics for net in networks)
+def most_seats(chain: Chain) -> int:
+    """The number of its steps that together have as many images as fit into kernels, and into memory."""
+    return max(1, IMAGES // max(job.phase.images for job in chain.visit.jobs))

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.gpu import operators
+from fedhassle.engine.gpu.products import AsProducts
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
 from fedhassle.files import cache_folder, check_writable
 
@@ -54,14 +55,19 @@ class Compiler:
         # It warns of each matrix product that it cannot autotune, about which a user can do nothing.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.ERROR)
 
-    def __call__(self, function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-        """The compiled function, for trees of the same shapes.
+    def __call__(
+        self, function: Callable[..., Any], *trees: Any, as_products: bool = False
+    ) -> Callable[..., Any]:
+        """The compiled function, for trees of the same shapes; `as_products`: without convolutions.
 
         The function is first traced to its operations on tensors, including its backward pass. So it may
         contain any Python, and only the operations are compiled.
         """
         flat, leaves = Flat(function, trees), pytree.tree_leaves(trees)
-        graph = in_fewer_kernels(traced(flat, leaves), leaves)
+        graph = traced(flat, leaves)
+        if as_products:
+            graph = traced(AsProducts(graph).run, leaves)
+        graph = in_fewer_kernels(graph, leaves)
         used = ordered_by_use(graph)
         key = (str(graph.code), tuple(signature(leaves[i]) for i in used), constants(graph))
         if key not in self._fused:

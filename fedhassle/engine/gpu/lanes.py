@@ -20,6 +20,7 @@ from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.client import Trained, Visit, collect, run_jobs
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.chains import Chain, Form, Group, chains, grouped, joined
+from fedhassle.engine.gpu.memory import free_memory, showing_lack_of_memory
 from fedhassle.engine.gpu.program import stretches
 from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer
 from fedhassle.engine.gpu.shapes import functions_of, with_message
@@ -31,7 +32,7 @@ from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-SHARE = 0.8  # of the free memory that lanes may take
+SHARE = 0.8  # of the memory that is left to a process: what lanes may take
 PAUSE = 20e-6  # seconds between two checks of lanes that are all busy
 
 Example = tuple[Job, Arrays]
@@ -93,7 +94,8 @@ class Lanes:
         """Trains clients and returns their results in order; the device may still be computing them."""
         while True:
             try:
-                return self._train(visits)
+                with showing_lack_of_memory():
+                    return self._train(visits)
             except torch.OutOfMemoryError as error:  # a visit has no side effects, so it can run again
                 if len(self.lanes) <= 1 and self.seats == 1:
                     raise UserError(
@@ -179,7 +181,7 @@ class Lanes:
         self._record_all(new)
         taken = self._memory_in_use() - before
         if taken > 0:
-            room = int(SHARE * torch.cuda.mem_get_info(self.engine.device)[0] / taken)
+            room = int(SHARE * free_memory(self.engine.device) / taken)
             self.max_lanes = min(self.max_lanes, 1 + room)
 
     def _record_all(self, new: Mapping[Form, Example]) -> None:

@@ -1,7 +1,8 @@
-"""Convolutions as matrix products, for steps that several jobs share.
+"""Convolutions of small networks as matrix products.
 
-A batch of convolutions, each with a kernel of its own, is a grouped convolution, for which libraries have
-slow kernels. A batch of matrix products is one fast kernel.
+A batch of convolutions for several jobs, each with a kernel of its own, is a grouped convolution, for which
+libraries have slow kernels; a batch of matrix products is one fast kernel. Those for a single job are slow,
+too, if an image has few channels: most of a tile of a matrix unit is empty.
 
 A product computes a tile of a few pixels of a row at once, from the rows of the image under them: a *band*.
 Its matrix has the kernel once for each pixel, moved by one place. So bands of neighbouring tiles share few
@@ -74,6 +75,10 @@ class AsProducts(Interpreter):
             made[2] = gradient.sum((0, 2, 3))
         return tuple(made)
 
+    def view(self, node: Node, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """A tensor in another shape, copied if need be: products have strides of their own."""
+        return x.reshape(shape)
+
     def bands(self, node: Any, x: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
         """What is under each tile, (N, H, tiles, h·X·C), with zeros up to a multiple of eight."""
         key = node, kernel.shape, tuple(padding)
@@ -88,6 +93,7 @@ class AsProducts(Interpreter):
 RULES: dict[Any, Any] = {
     aten.convolution.default: AsProducts.convolution,
     aten.convolution_backward.default: AsProducts.gradients,
+    aten.view.default: AsProducts.view,
 }
 
 

@@ -42,6 +42,7 @@ from fedhassle.engine.client import Buffers, run_job
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.chains import Form
 from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
+from fedhassle.engine.gpu.memory import showing_lack_of_memory
 from fedhassle.engine.gpu.precompute import EVERY
 from fedhassle.engine.gpu.program import (
     STRETCH,
@@ -148,15 +149,19 @@ class FunctionsByShape:
         if made.capture and (reason := capture_obstacle(made, program)):
             self._warn_uncapturable(job, reason)
             return made._replace(capture=False)
-        return self._fused(made, program) if self.engine.compile else made
+        return self._fused(made, program, job) if self.engine.compile else made
 
-    def _fused(self, made: StretchFunctions, program: Program) -> StretchFunctions:
+    def _fused(self, made: StretchFunctions, program: Program, job: Job) -> StretchFunctions:
         """The functions with fused kernels, or unchanged if the compiler fails."""
+        compiled = partial(self._compiler, as_products=job.has_short_kernels)
         try:
-            whole = self._compiler(made.inputs, program.buffers, program.schedule)
-            first = whole(program.buffers, program.schedule).at(0)
-            step = self._compiler(made.step, program.buffers, first)
-            step(program.buffers, first)  # the first call compiles
+            with showing_lack_of_memory():
+                whole = compiled(made.inputs, program.buffers, program.schedule)
+                first = whole(program.buffers, program.schedule).at(0)
+                step = compiled(made.step, program.buffers, first)
+                step(program.buffers, first)  # the first call compiles
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a compiler may fail in any way, and is optional
             self.warn_once(
                 f"steps are captured but not compiled ({type(error).__name__}: {first_line(error)})"
@@ -284,10 +289,11 @@ class Lane:
         if self.stream is None or not functions.capture:
             return partial(run_eagerly, program, functions, steps)
         try:
-            with CAPTURE_LOCK.eager():
-                program.try_out(functions, steps)  # libraries choose their kernels now, not during capture
-                self.stream.synchronize()
-            return captured(partial(program.run, functions, steps), self.pool)
+            with showing_lack_of_memory():
+                with CAPTURE_LOCK.eager():
+                    program.try_out(functions, steps)  # libraries choose their kernels now, not in a capture
+                    self.stream.synchronize()
+                return captured(partial(program.run, functions, steps), self.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fedhassle.engine.client import Buffers
 from fedhassle.engine.gpu.graphs import Flat, traced
+from fedhassle.engine.gpu.memory import showing_lack_of_memory
 from fedhassle.engine.gpu.products import AsProducts
 from fedhassle.engine.gpu.program import STRETCH, Program, StretchFunctions, StretchInputs
 from fedhassle.engine.job import Schedule
@@ -36,11 +37,12 @@ def for_all_seats(made: StretchFunctions, program: Program) -> StretchFunctions:
         return over_stacks(made.inputs, (seat.buffers, schedule), [*axes, *of_schedule], 1)
 
     try:
-        first = made.inputs(seat.buffers, seat.schedule).at(0)
-        of_inputs = [0] * len(pytree.tree_leaves(first))
-        step = over_stacks(made.step, (seat.buffers, first), [*axes, *of_inputs], 0)
-        known = {STRETCH: inputs_for(STRETCH)}
-        step(program.buffers, known[STRETCH](program.buffers, program.schedule).at(0))
+        with showing_lack_of_memory():
+            first = made.inputs(seat.buffers, seat.schedule).at(0)
+            of_inputs = [0] * len(pytree.tree_leaves(first))
+            step = over_stacks(made.step, (seat.buffers, first), [*axes, *of_inputs], 0)
+            known = {STRETCH: inputs_for(STRETCH)}
+            step(program.buffers, known[STRETCH](program.buffers, program.schedule).at(0))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some operations have no batched form
@@ -64,10 +66,6 @@ def over_stacks(
     """
     flat, leaves = Flat(function, example), pytree.tree_leaves(example)
     graph = traced(flat, leaves)
-    for node in graph.graph.nodes:  # the view of a tensor may be none of a stack
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-    graph.recompile()
 
     def call(*trees: Any) -> Any:
         with torch.no_grad():  # the backward pass is part of the graph
