@@ -520,6 +520,16 @@ def test_every_error_of_a_file_has_a_line(tmp_path):
     assert first.startswith(f"{path}: rows: ") and second.startswith(f"{path}: seeds: ")
 
 
+def test_a_value_out_of_range_is_refused_before_any_cell_trains(tmp_path):
+    path = tmp_path / "mine.toml"
+    axis = 'name = "mu"\nchoices = [{ id = "a" }, { id = "b", set = { method.mu = -1.0 } }]'
+    path.write_text(
+        f'title = "Mine"\nrows = ["mu"]\nsettings = {{ method.name = "fedprox" }}\n[[axis]]\n{axis}'
+    )
+    with pytest.raises(UserError, match=r"^mine b-0: method\.mu must be at least 0, got -1\.0$"):
+        select([read_experiment(str(path))], Selection())
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_experiment(str(tmp_path / "none.toml"))
