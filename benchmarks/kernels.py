@@ -53,8 +53,9 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import captured
 from fedhassle.engine.gpu.operators import convolve_relu
 from fedhassle.engine.gpu.program import STRETCH, Program, Seat, StretchInputs
-from fedhassle.engine.gpu.recording import FunctionsByShape, Trimmer
+from fedhassle.engine.gpu.recording import FunctionsByShape
 from fedhassle.engine.gpu.shapes import functions_of, shape_of
+from fedhassle.engine.gpu.trimming import Trimmer
 from fedhassle.engine.job import Job, Samples, Site, draw
 from fedhassle.engine.trainer import Trainer
 from fedhassle.errors import require

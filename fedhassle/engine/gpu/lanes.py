@@ -22,10 +22,11 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.chains import Chain, Form, Group, chains, grouped, joined
 from fedhassle.engine.gpu.memory import free_memory, showing_lack_of_memory
 from fedhassle.engine.gpu.program import stretches
-from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane, Trimmer
+from fedhassle.engine.gpu.recording import RECORDING_LOCK, FunctionsByShape, Lane
 from fedhassle.engine.gpu.shapes import functions_of, with_message
 from fedhassle.engine.gpu.stacking import UnstackableError
 from fedhassle.engine.gpu.streams import FIRST, STREAMS, USUAL
+from fedhassle.engine.gpu.trimming import Trimmer
 from fedhassle.engine.job import Job
 from fedhassle.errors import UserError, require
 from fedhassle.vectors import Arrays

@@ -2,7 +2,7 @@
 
 One example: HASSLE's `labelled residual`, on a client with labelled and unlabelled data.
 
-1. Trim (`Trimmer`): the client received w_S, w_U, r_US, r_SU and w_S_before. One step runs with a message
+1. Trim (`trimming.py`): the client received w_S, w_U, r_US, r_SU and w_S_before. One step runs with a message
    that records which names are read: w_S and w_U. The job keeps these and r_US, which it trains.
 2. Shape (`shapes.py`): jobs then differ only by their phase, with its functions, and the sizes of their
    vectors. So this phase has one shape for all clients and rounds.
@@ -33,7 +33,6 @@ from collections.abc import Callable, Collection, Generator, Hashable, Iterator,
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, zip_longest
-from typing import NamedTuple
 
 import torch
 
@@ -43,7 +42,6 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.chains import Form
 from fedhassle.engine.gpu.graphs import Compiler, SyncDetector, UncapturableError, captured
 from fedhassle.engine.gpu.memory import showing_lack_of_memory
-from fedhassle.engine.gpu.precompute import EVERY
 from fedhassle.engine.gpu.program import (
     STRETCH,
     Program,
@@ -55,60 +53,17 @@ from fedhassle.engine.gpu.program import (
 )
 from fedhassle.engine.gpu.stacking import for_all_seats
 from fedhassle.engine.gpu.streams import STREAMS
+from fedhassle.engine.gpu.trimming import RECORDINGS
 from fedhassle.engine.job import Job, Schedule, draw
 from fedhassle.errors import first_line
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
-RECORDINGS = 8  # maximum per phase; recording pays only for a phase that seldom changes
 AHEAD = 2  # maximum number of stretches queued on a lane: one that runs, and the next
 
 # Held by the thread that records, or returns memory to the device; shared by all runs of the process.
 RECORDING_LOCK = threading.Lock()
-
-
-# Trimming
-
-
-class NamesRead(NamedTuple):
-    """The names that the steps of jobs with the same functions read of their messages."""
-
-    job: Job  # one of these jobs, to keep its functions alive
-    names: set[str]  # read so far
-    selections_tried: set[Hashable]  # of these names, each with a step that ran
-
-    def selection(self, job: Job) -> Hashable:
-        """The names that a job has of these, with their sizes."""
-        names = job.message if EVERY in self.names else self.names & job.message.keys()
-        return frozenset((name, len(job.message[name])) for name in names)
-
-
-class Trimmer:
-    """Removes the arrays from messages that no step reads, so that more jobs have the same shape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._read: dict[Hashable, NamesRead] = {}  # by functions
-
-    def trimmed(self, job: Job, functions: Hashable, kept: Arrays) -> Job:
-        """The job, with only those arrays in its message that its steps read; `functions`: its shape without.
-
-        The names that a step reads may depend on the names that exist. So one more step runs for each new
-        selection of the names read so far.
-        """
-        if functions not in self._read:
-            if sum(read.job.phase.name == job.phase.name for read in self._read.values()) >= RECORDINGS:
-                return job
-            self._read[functions] = NamesRead(job, set(), set())
-        read = self._read[functions]
-        if read.selection(job) not in read.selections_tried:
-            seat = Seat.of(job, job.message | kept, kept, draw(job))
-            read.names.update(seat.names_read(job, self.engine))
-            read.selections_tried.add(read.selection(job))
-        wanted = read.names | set(job.phase.trained)
-        message = {name: v for name, v in job.message.items() if name in wanted or EVERY in wanted}
-        return job._replace(message=message)
 
 
 # Functions
