@@ -108,8 +108,17 @@ class TrainedModel:
         if array.ndim != 4 or array.shape[1:] != expected or array.dtype != np.uint8 or not len(array):
             raise UserError(
                 f"expected uint8 images (N, {height}, {width}, {channels}), got {images.dtype} {images.shape}"
+                f"{how_to_convert(images)}"
             )
         return np.ascontiguousarray(array)
+
+
+def how_to_convert(images: np.ndarray) -> str:
+    """Advice on numbers that are no uint8; empty for other values."""
+    if np.issubdtype(images.dtype, np.floating):
+        return ": convert numbers from 0 to 1 with (255 * images).round().astype('uint8')"
+    whole = np.issubdtype(images.dtype, np.integer) and images.dtype != np.uint8
+    return ": convert numbers from 0 to 255 with images.astype('uint8')" if whole else ""
 
 
 def prediction_from(z: Tensor) -> Prediction:

@@ -54,6 +54,20 @@ def test_the_model_refuses_other_images(finished, wrong):
         fedhassle.load(finished[0] / "model.safetensors").predict(wrong)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        (np.float32, r"\(255 \* images\)\.round\(\)"),
+        (np.int64, r"images\.astype\('uint8'\)"),
+        (np.bool_, "$"),
+    ],
+)
+def test_numbers_of_another_type_are_refused_with_their_conversion(finished, dtype, advice):
+    model = fedhassle.load(finished[0] / "model.safetensors")
+    with pytest.raises(fedhassle.UserError, match=r"got \w+ \(2, 12, 12, 1\).*" + advice):
+        model.predict(np.zeros((2, 12, 12, 1), dtype))
+
+
 def test_a_list_of_images_is_refused(finished):
     with pytest.raises(
         fedhassle.UserError, match=r"expected a NumPy array of images, got list: numpy\.stack"
