@@ -60,8 +60,9 @@ def reproduce(
         int | None,
         typer.Option(
             min=1,
-            help="Number of runs at once (default: with small networks one per core, at most 16; with large "
-            "ones 3 on a GPU). On a CPU, runs of large networks always take turns.",
+            help="Number of runs at once (default: with small networks one per core, at most 16 on a CPU "
+            "and 8 on a GPU; with large ones up to 3 on a GPU). On a CPU, runs of large networks always take "
+            "turns.",
         ),
     ] = None,
     ray: Annotated[

@@ -26,15 +26,16 @@ from fedhassle.engine.cores import available_cores
 from fedhassle.engine.simulator import clients_of
 from fedhassle.errors import UserError
 from fedhassle.names import SESSION
-from fedhassle.nets import Net
 from fedhassle.runs import mps
 from fedhassle.runs.events import Event
 from fedhassle.runs.run import Run
 from fedhassle.settings.hashing import own_code_of
 
-MOST = 16  # processes that share a device; more have not been tried
+MOST = 16  # processes that share a CPU; more have not been tried
+ON_A_GPU = 8  # processes that share a GPU; 16 make no more rounds (docs/speed.md)
 MEMORY = 8e9  # bytes of a GPU that a process may need beside its images: HASSLE with LeNet took 3.6 GB
 WORTH = 1e12  # operations of a run on a CPU, below which its process would take too long to start: about 10 s
+FULL = 1.5e14  # operations of a round that fill an H200, for about half a second
 ENTRY = "fedhassle.runs.process"  # the module that a process runs
 
 
@@ -65,17 +66,21 @@ def gain_from_processes(run: Run) -> bool:
     """True if a run gains from sharing its device with other processes, and can be sent to one."""
     if run.settings.distributed or uses_session(run):
         return False
-    networks = set(run.method.networks().values())
-    if not all(net.is_small for net in networks):
+    if not all(net.is_small for net in run.method.networks().values()):
         return False
     if run.device.type == "cuda":
         return mps.available()
-    return os.name == "posix" and run.settings.threads > 1 and operations_of(run, networks) > WORTH
+    return os.name == "posix" and run.settings.threads > 1 and operations_of(run) > WORTH
 
 
-def operations_of(run: Run, networks: Iterable[Net]) -> float:
+def fills_a_gpu(run: Run) -> bool:
+    """True if its rounds are so large that other runs beside it would gain nothing."""
+    return operations_of(run) > FULL * run.rounds
+
+
+def operations_of(run: Run) -> float:
     """Multiplications and additions of a run, if it trains the largest of its networks on all images."""
-    return 3 * max(net.operations for net in networks) * images_seen(run)
+    return 3 * max(net.operations for net in run.method.networks().values()) * images_seen(run)
 
 
 def images_seen(run: Run) -> float:
@@ -99,7 +104,7 @@ def most_at_once(run: Run) -> int:
     if run.device.type == "cpu":
         return min(run.settings.threads, MOST)
     memory = torch.cuda.get_device_properties(run.device).total_memory
-    return max(1, min(available_cores(), MOST, int(memory / (MEMORY + run.dataset.x_train.nbytes))))
+    return max(1, min(available_cores(), ON_A_GPU, int(memory / (MEMORY + run.dataset.x_train.nbytes))))
 
 
 # Training them

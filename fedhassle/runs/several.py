@@ -19,7 +19,7 @@ from fedhassle.errors import UserError
 from fedhassle.runs import mps
 from fedhassle.runs.events import Event
 from fedhassle.runs.logs import info_level
-from fedhassle.runs.processes import gain_from_processes, in_processes, most_at_once
+from fedhassle.runs.processes import fills_a_gpu, gain_from_processes, in_processes, most_at_once
 from fedhassle.runs.run import Run
 from fedhassle.runs.train import train_run
 from fedhassle.settings.build import build_engine
@@ -28,7 +28,7 @@ log = logging.getLogger("fedhassle")
 
 E = TypeVar("E", bound=BaseException)
 
-SIDE_BY_SIDE = 3  # default number of runs in threads on a GPU; one run of a large network nearly fills it
+SIDE_BY_SIDE = 3  # default number of runs in threads on a GPU, if their rounds are too small to fill it
 
 
 def train_several(runs: Iterable[Run], width: int | None = None) -> Generator[Event]:
@@ -54,6 +54,7 @@ class Way(NamedTuple):
     engine: Engine  # PyTorch's global switches hold for the whole process
     alone: bool  # in this process: on all cores of a CPU, or on workers that have all devices to themselves
     processes: int  # of small networks that fit on the device; 0: none
+    threads: int  # runs at once in this process on a GPU, if nobody asks for another number
 
 
 def way_of(run: Run) -> Way:
@@ -62,9 +63,10 @@ def way_of(run: Run) -> Way:
     alone = run.settings.distributed or engine.device.type == "cpu"
     try:
         processes = most_at_once(run) if gain_from_processes(run) else 0
+        threads = 1 if fills_a_gpu(run) else SIDE_BY_SIDE
     except Exception:  # of a user's own method or network: this run ends with it, and no other
-        processes = 0
-    return Way(engine, alone, processes)
+        processes, threads = 0, 1
+    return Way(engine, alone, processes, threads)
 
 
 def trained(way: Way, runs: Iterator[Run], width: int | None, stack: ExitStack) -> Generator[Event]:
@@ -79,7 +81,7 @@ def trained(way: Way, runs: Iterator[Run], width: int | None, stack: ExitStack) 
         return in_turn(runs)
     stack.enter_context(way.engine.active())
     stack.enter_context(info_level())
-    return in_threads(runs, width or SIDE_BY_SIDE)
+    return in_threads(runs, width or way.threads)
 
 
 def started(stack: ExitStack, daemon: AbstractContextManager[None]) -> bool:

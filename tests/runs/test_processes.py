@@ -25,7 +25,7 @@ from fedhassle.runs import process, processes, several
 from fedhassle.runs.evaluation import evaluator
 from fedhassle.runs.events import Event
 from fedhassle.runs.process import portable
-from fedhassle.runs.processes import MOST, Task, in_processes
+from fedhassle.runs.processes import MOST, ON_A_GPU, Task, in_processes
 from fedhassle.runs.train import simulated
 from fedhassle.settings.build import build_engine
 
@@ -224,13 +224,21 @@ def gpu(monkeypatch):
 
 def test_only_small_networks_get_processes_and_as_many_as_fit(tmp_path, gpu, monkeypatch):
     (run,) = launched(tmp_path, ("a", []), base=FEDAVG)
-    assert several.way_of(run).processes == 8
+    monkeypatch.setattr(processes, "available_cores", lambda: 4)
+    assert several.way_of(run).processes == 4
     monkeypatch.setattr(processes, "available_cores", lambda: 64)
-    assert several.way_of(run).processes == MOST
+    assert several.way_of(run).processes == ON_A_GPU
     gpu.memory.total_memory = 3 * processes.MEMORY + 3 * run.dataset.x_train.nbytes
     assert several.way_of(run).processes == 3
     monkeypatch.setattr("fedhassle.nets.LARGE", 1.0)
     assert several.way_of(run).processes == 0
+
+
+def test_runs_whose_rounds_fill_a_gpu_have_it_to_themselves(tmp_path, gpu, monkeypatch):
+    (run,) = launched(tmp_path, ("a", []), base=FEDAVG)
+    assert several.way_of(run).threads == several.SIDE_BY_SIDE
+    monkeypatch.setattr(processes, "FULL", processes.operations_of(run) / run.rounds / 1.01)
+    assert several.way_of(run).threads == 1
 
 
 def test_runs_without_mps_or_with_code_of_a_session_share_the_process(tmp_path, gpu, monkeypatch):
