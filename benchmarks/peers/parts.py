@@ -81,6 +81,18 @@ def bf16(how: How) -> How:
     return replace(how, precision="bf16")
 
 
+ON_SMALL_NETWORKS = (
+    ours(FAST),
+    ours(UNSTACKED),
+    pfl(GRAPHS_ALONE),
+    pfl(EIGHT),
+    flower(EAGER),
+    pfl(FOUR),
+    flower(EIGHT),
+    pfl(EAGER),
+    PLAIN,
+)
+
 PARTS = {
     "cpu": Part(
         "LeNet on a CPU, 8 of 20 clients per round",
@@ -105,32 +117,12 @@ PARTS = {
     "pfl": Part(
         "pfl's CIFAR-10 benchmark: 50 of 1,000 users per round, 50 images each",
         PFL,
-        (
-            ours(FAST),
-            ours(UNSTACKED),
-            pfl(GRAPHS_ALONE),
-            pfl(EIGHT),
-            flower(EAGER),
-            pfl(FOUR),
-            flower(EIGHT),
-            pfl(EAGER),
-            PLAIN,
-        ),
+        ON_SMALL_NETWORKS,
     ),
     "blazefl": Part(
         "BlazeFL's benchmark: 100 clients, all in each round, 5 epochs",
         BLAZEFL,
-        (
-            ours(FAST),
-            ours(UNSTACKED),
-            pfl(GRAPHS_ALONE),
-            pfl(EIGHT),
-            flower(EAGER),
-            pfl(FOUR),
-            flower(EIGHT),
-            pfl(EAGER),
-            PLAIN,
-        ),
+        ON_SMALL_NETWORKS,
         published="BlazeFL's paper, 5 rounds on an H100 with 48 cores: BlazeFL about 30 s, Flower about 93 s",
     ),
 }
