@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhassle.capture import CAPTURE_LOCK
 from fedhassle.engine.gpu import operators
-from fedhassle.engine.gpu.products import AsProducts
+from fedhassle.engine.gpu.products import AsProducts, convolves
 from fedhassle.engine.gpu.rewriting import Rewriting, rewritable
 from fedhassle.files import cache_folder, check_writable
 
@@ -65,7 +65,7 @@ class Compiler:
         """
         flat, leaves = Flat(function, trees), pytree.tree_leaves(trees)
         graph = traced(flat, leaves)
-        if as_products:
+        if as_products and convolves(graph):
             graph = traced(AsProducts(graph).run, leaves)
         graph = in_fewer_kernels(graph, leaves)
         used = ordered_by_use(graph)

@@ -90,11 +90,16 @@ class AsProducts(Interpreter):
         return self._bands[key]
 
 
-RULES: dict[Any, Any] = {
+CONVOLUTIONS: dict[Any, Any] = {
     aten.convolution.default: AsProducts.convolution,
     aten.convolution_backward.default: AsProducts.gradients,
-    aten.view.default: AsProducts.view,
 }
+RULES = CONVOLUTIONS | {aten.view.default: AsProducts.view}
+
+
+def convolves(graph: GraphModule) -> bool:
+    """True if a graph has convolutions."""
+    return any(node.target in CONVOLUTIONS for node in graph.graph.nodes)
 
 
 def moves_by_pixels(how: Sequence[Any]) -> bool:
