@@ -16,6 +16,7 @@ from fedhassle.data.split.split import Split
 from fedhassle.engine.client import train, visit
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.lanes import Lanes
+from fedhassle.engine.gpu.memory import FOR_TENSORS, free_memory, share_memory
 from fedhassle.engine.privacy.by_sample import BySample, Mechanism
 from fedhassle.engine.rounds import Plan, federate
 from fedhassle.engine.simulator import Simulator
@@ -118,6 +119,17 @@ def test_clients_that_share_kernels_end_as_if_alone(name, compiled, caplog):
     assert_trained_as_alone(pool, method, sites)
     assert {form.seats for form in pool.seconds} == {4}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_process_that_shares_the_gpu_may_take_its_share():
+    _, total = torch.cuda.mem_get_info(CUDA)
+    share_memory(CUDA, 10)
+    try:
+        assert 0 < free_memory(CUDA) <= total * FOR_TENSORS / 10
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total // 10, dtype=torch.uint8, device=CUDA)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 OPTIMISERS = [

@@ -56,8 +56,8 @@ def test_a_compiled_function_hides_that_memory_is_full():
 def test_a_process_may_take_its_share_and_no_more_than_is_free(monkeypatch):
     """Of 100 bytes; it has taken 5."""
     shares, free = [], 70
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: shares[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: shares[-1])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5)
     monkeypatch.setattr(memory, "FOR_TENSORS", 0.8)

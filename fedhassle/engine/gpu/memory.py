@@ -15,13 +15,13 @@ FOR_TENSORS = 0.9  # of a GPU's memory; each process takes some for its kernels,
 def share_memory(device: torch.device, processes: int) -> None:
     """Limits this process to its share of a GPU, so that it runs out of memory before the others do."""
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(FOR_TENSORS / processes, device)
+        torch.cuda.set_per_process_memory_fraction(FOR_TENSORS / processes)  # of the current device
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may still take."""
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(torch.cuda.get_per_process_memory_fraction() * total)
     return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
