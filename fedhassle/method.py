@@ -28,8 +28,7 @@ from fedhassle.ranges import (
     NotNegative,
     Positive,
     Trim,
-    ranges,
-    require_in_range,
+    require_in_ranges,
 )
 from fedhassle.robust import TRIM, Merging, merged
 from fedhassle.vectors import Arrays
@@ -296,8 +295,7 @@ class Method:
     def __post_init__(self) -> None:
         for field in fields(self):
             require_float32(field.name, getattr(self, field.name))
-        for name, allowed in ranges(type(self)).items():  # type: ignore[arg-type] # a class is hashable
-            require_in_range(name, getattr(self, name), allowed)
+        require_in_ranges(type(self), self)
         self.require_one_optimiser()
         require(self.horizon is None or self.falls, "horizon needs a schedule: schedule=cosine")
         if self.horizon is not None:

@@ -57,6 +57,8 @@ def range_in(hint: Any) -> Range | None:
     return next((part for part in parts if isinstance(part, Range)), None)
 
 
-def require_in_range(name: str, value: Any, allowed: Range) -> None:
-    """Raises `UserError` unless a value is None or in its range."""
-    require(value is None or value in allowed, f"{name} must be {allowed}, got {value}")
+def require_in_ranges(kind: type, values: object, prefix: str = "") -> None:
+    """Raises `UserError` unless each value is None or in the range of the field of that name."""
+    for name, allowed in ranges(kind).items():
+        value = getattr(values, name, None)
+        require(value is None or value in allowed, f"{prefix}{name} must be {allowed}, got {value}")

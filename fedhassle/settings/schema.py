@@ -23,7 +23,7 @@ from fedhassle.method import Method
 from fedhassle.methods import METHODS
 from fedhassle.names import brief, find, some_lines, some_of
 from fedhassle.nets import NETS
-from fedhassle.ranges import ranges, require_in_range
+from fedhassle.ranges import require_in_ranges
 from fedhassle.settings.mistakes import explain, hint_to_vary
 from fedhassle.settings.request import DEFAULT_DATA, DEFAULT_METHOD, Request, expanded, merged
 
@@ -173,8 +173,7 @@ def resolve(request: Request) -> Settings:
     unused = left_over(request) - {field.name for field in dataclasses.fields(method)}
     table = {k: v for k, v in given.items() if k not in unused}
     settings = validated(method, name, {**given_settings, "method": {**table, "name": name}})
-    for key, allowed in ranges(method).items():  # type: ignore[arg-type] # a class is hashable
-        require_in_range(f"method.{key}", getattr(settings.method, key, None), allowed)
+    require_in_ranges(method, settings.method, "method.")
     if settings.net is not None and ":" not in settings.net:
         find(settings.net, NETS, "network")  # a user's own is imported when it is built
     device = resolved_device(settings.device)

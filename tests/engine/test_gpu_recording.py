@@ -20,9 +20,8 @@ from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.graphs import Compiler
 from fedhassle.engine.gpu.lanes import Lanes
 from fedhassle.engine.gpu.program import STRETCH, Program, Seat, stretch_functions, stretched, stretches
-from fedhassle.engine.gpu.recording import FunctionsByShape
+from fedhassle.engine.gpu.recording import RECORDINGS, FunctionsByShape
 from fedhassle.engine.gpu.shapes import identity, shape_of
-from fedhassle.engine.gpu.trimming import RECORDINGS
 from fedhassle.engine.job import Job, draw
 from fedhassle.errors import UserError
 from fedhassle.losses import cross_entropy

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fedhassle.engine.client import Trained, Visit
 from fedhassle.engine.labels import no_labels
 
-IMAGES = 4096  # in the steps of a group together: more fill a GPU without it, and take much memory
+IMAGES = 4096  # in the steps of a group together: more take much memory (docs/speed.md)
 
 # Chains of jobs
 
@@ -107,8 +107,8 @@ def grouped(work: Sequence[Chain], seats: int, alone: Container[Hashable]) -> li
 
     A group fills at least half of its seats. Its longest chain has at most twice the steps of its shortest,
     since the seat of one that has ended stays empty. Other chains train alone, and so do those of large
-    networks or steps, whose kernels fill a GPU by themselves, and of networks with BatchNorm, which has no
-    batched form.
+    networks, whose kernels fill a GPU by themselves, of networks with BatchNorm, which has no batched form,
+    and of steps with very many images.
     """
     alike: dict[tuple[Hashable, ...], list[Chain]] = {}
     for chain in work:
@@ -134,5 +134,5 @@ def steps_of(chain: Chain) -> int:
 
 
 def most_seats(chain: Chain) -> int:
-    """The number of its steps that together have as many images as fit into kernels, and into memory."""
+    """The most seats of a group of such chains, by the images in a step."""
     return max(1, IMAGES // max(job.phase.images for job in chain.visit.jobs))

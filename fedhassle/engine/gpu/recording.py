@@ -53,13 +53,13 @@ from fedhassle.engine.gpu.program import (
 )
 from fedhassle.engine.gpu.stacking import for_all_seats
 from fedhassle.engine.gpu.streams import STREAMS
-from fedhassle.engine.gpu.trimming import RECORDINGS
 from fedhassle.engine.job import Job, Schedule, draw
 from fedhassle.errors import first_line
 from fedhassle.vectors import Arrays
 
 log = logging.getLogger("fedhassle")
 
+RECORDINGS = 8  # maximum per phase; recording pays only for a phase that seldom changes
 AHEAD = 2  # maximum number of stretches queued on a lane: one that runs, and the next
 
 # Held by the thread that records, or returns memory to the device; shared by all runs of the process.

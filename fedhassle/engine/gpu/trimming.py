@@ -8,10 +8,9 @@ from typing import NamedTuple
 from fedhassle.engine.device import Engine
 from fedhassle.engine.gpu.precompute import EVERY
 from fedhassle.engine.gpu.program import Seat
+from fedhassle.engine.gpu.recording import RECORDINGS
 from fedhassle.engine.job import Job, draw
 from fedhassle.vectors import Arrays
-
-RECORDINGS = 8  # maximum per phase; recording pays only for a phase that seldom changes
 
 
 class NamesRead(NamedTuple):
